@@ -1,0 +1,177 @@
+"""`megamem COMMAND …`: parses, checks, starts process groups, runs.
+
+A `UserError` is printed without a traceback, once per job, and ends with status 2.
+"""
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from megamem import __version__
+from megamem.config.load import load_config, parse
+from megamem.config.schema import RunConfig
+from megamem.errors import UserError
+from megamem.platform.launch import Ranks, discover_ranks
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+convert_app = typer.Typer(no_args_is_help=True, help="Hugging Face folders in and out.")
+app.add_typer(convert_app, name="convert")
+
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. parallel.tensor=2")]
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML configuration")]
+ModelPath = Annotated[Path, typer.Argument(metavar="MODEL", help="checkpoint, run folder or Hugging Face folder")]
+ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML; default: the checkpoint's own")]
+
+
+@app.command()
+def train(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Train. Start it under a launcher (launch/torchrun.sh) for more than one process; resumes by default."""
+    from megamem.train.prepare import prepare
+
+    ranks = discover_ranks(os.environ)
+    prepared = prepare(load_config(config, overrides or ()), ranks.world)
+    with _groups(ranks, prepared.config) as groups:
+        from megamem.train.loop import train as run_training
+
+        run_training(prepared, groups, _console())
+
+
+@app.command("eval")
+def evaluate(
+    model: ModelPath,
+    overrides: Overrides = None,
+    config: ConfigOption = None,
+    out: Annotated[Path | None, typer.Option(help="write every problem, response and score here (JSONL)")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Reward and exact rate of a model on eval.split, decoded as `eval` in the configuration says."""
+    from megamem.cli.inference import evaluate_model
+
+    ranks = discover_ranks(os.environ)
+    settings = _settings(model, config, overrides or ())
+    metrics = evaluate_model(settings, ranks, _groups, out)
+    if ranks.rank == 0:
+        print(json.dumps(metrics) if as_json else "  ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
+
+
+@app.command()
+def sample(
+    model: ModelPath,
+    overrides: Overrides = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="text of the user's turn; may be given again")] = None,
+    config: ConfigOption = None,
+    count: Annotated[int, typer.Option(min=1, help="responses per prompt")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON lines")] = False,
+) -> None:
+    """Responses to your prompts, or to the first problems of eval.split, decoded as `rollout` says."""
+    from megamem.cli.inference import sample_model
+
+    ranks = discover_ranks(os.environ)
+    answers = sample_model(_settings(model, config, overrides or ()), ranks, _groups, prompt or [], count)
+    if ranks.rank == 0:
+        for answer in answers:
+            print(json.dumps(answer) if as_json else f"> {answer['prompt']}\n{answer['response']}\n")
+
+
+@convert_app.command("import")
+def convert_import(
+    hf_dir: Annotated[Path, typer.Argument()], out: Annotated[Path, typer.Argument()], overrides: Overrides = None
+) -> None:
+    """Hugging Face folder -> checkpoint, e.g. with parallel.tensor=2 to spread the work."""
+    from megamem.cli.convert import import_checkpoint
+
+    import_checkpoint(hf_dir, out, overrides or ())
+    print(f"wrote {out}")
+
+
+@convert_app.command("export")
+def convert_export(
+    checkpoint: Annotated[Path, typer.Argument()],
+    hf_dir: Annotated[Path, typer.Argument()],
+    overrides: Overrides = None,
+    dtype: Annotated[str | None, typer.Option(help="F32, BF16, F16 or F64; default: as imported")] = None,
+) -> None:
+    """Checkpoint (or run folder: its newest) -> Hugging Face folder."""
+    from megamem.cli.convert import export_checkpoint
+
+    export_checkpoint(_newest(checkpoint), hf_dir, overrides or (), dtype)
+    print(f"wrote {hf_dir}")
+
+
+@convert_app.command("verify")
+def convert_verify(
+    hf_dir: Annotated[Path, typer.Argument()],
+    overrides: Overrides = None,
+    reference: Annotated[Path | None, typer.Option(help="safetensors with input_ids and logits")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Import, compare logits with a reference, export, compare weights; status 1 if anything differs."""
+    from megamem.cli.convert import verdict_text, verify
+
+    verdict = verify(hf_dir, reference, overrides or ())
+    print(verdict_text(verdict, as_json))
+    if not verdict.passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+def _groups(ranks: Ranks, config: RunConfig):
+    """The process grid of a configuration, as a context manager."""
+    from megamem.platform.device import resolve_device
+    from megamem.platform.groups import process_groups
+
+    device = resolve_device(config.device, ranks.local_rank)
+    return process_groups(ranks, device, config.parallel.tensor, config.parallel.pipeline, config.parallel.timeout)
+
+
+def _console() -> Console:
+    return Console(highlight=False, soft_wrap=True)
+
+
+def _newest(path: Path) -> Path:
+    """A run folder's newest checkpoint; anything else is returned as it is."""
+    from megamem.train.checkpoint import list_checkpoints
+
+    found = list_checkpoints(path) if (path / "checkpoints").is_dir() else []
+    return found[-1] if found else path
+
+
+def _settings(model: Path, config: Path | None, overrides: list[str]) -> RunConfig:
+    """The configuration for running a model: `--config`, or the one beside the checkpoint, with the model's path."""
+    model = _newest(model)
+    if not model.is_dir():
+        raise UserError(f"{model}: no such folder; give a checkpoint, a run folder or a Hugging Face folder")
+    beside = model / "config.yaml"
+    source = config or (beside if beside.is_file() else None)
+    chosen = ["model.init=checkpoint", "rollout.replay=null", "rollout.record=null"]
+    if source is None:
+        bare = {"out": str(model), "model": {"path": str(model)}, "task": "countdown"}
+        return parse(bare, [*chosen, *overrides], str(model))
+    return load_config(source, [f"model.path={model}", "tokenizer.path=null", *chosen, *overrides])
+
+
+def run() -> None:
+    """Entry point of the `megamem` script."""
+    # megatron-core says in every process what it falls back to, and warns of its own deprecations.
+    warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
+    try:
+        app()
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"megamem: {error}\n")
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    run()

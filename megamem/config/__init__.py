@@ -1,0 +1,1 @@
+"""Typed settings that import without torch."""

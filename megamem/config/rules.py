@@ -1,0 +1,163 @@
+"""Rules that join several keys, one named function each. Pure; checked before any process group starts.
+
+A rule yields messages; each names the key, its value and what is allowed.
+"""
+
+from collections.abc import Callable, Iterator
+
+from megamem.config.architecture import Architecture
+from megamem.config.schema import ParallelConfig, RunConfig
+from megamem.errors import UserError
+
+Rule = Callable[[RunConfig, Architecture, int], Iterator[str]]
+
+
+def _divisors(n: int) -> str:
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+
+
+def world_divisible(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    p = config.parallel
+    if world % (p.tensor * p.pipeline):
+        yield (
+            f"parallel.tensor x parallel.pipeline = {p.tensor} x {p.pipeline} does not divide the {world} processes; "
+            f"their product must be one of {_divisors(world)}"
+        )
+
+
+def model_fits_layout(parallel: ParallelConfig, arch: Architecture) -> Iterator[str]:
+    """What the model's shapes allow; also checked by the convert commands, which have no RunConfig."""
+    tensor, pipeline = parallel.tensor, parallel.pipeline
+    for key, value in (("heads", arch.heads), ("ffn", arch.ffn)):
+        if value % tensor:
+            yield f"parallel.tensor = {tensor} must divide the model's {key} = {value}; allowed: {_divisors(value)}"
+    if arch.kv_heads % tensor and tensor % arch.kv_heads:
+        yield f"parallel.tensor = {tensor} and the model's kv_heads = {arch.kv_heads}: one must divide the other"
+    if arch.layers % pipeline:
+        yield (
+            f"parallel.pipeline = {pipeline} must divide the model's layers = {arch.layers}; "
+            f"allowed: {_divisors(arch.layers)}"
+        )
+
+
+def model_divisible(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    yield from model_fits_layout(config.parallel, arch)
+
+
+def _decoding(prefix: str, gen_length: int, block_length: int, steps: int, arch: Architecture) -> Iterator[str]:
+    if gen_length % block_length:
+        yield (
+            f"{prefix}.block_length = {block_length} must divide {prefix}.gen_length = {gen_length}; "
+            f"allowed: {_divisors(gen_length)}"
+        )
+        return
+    blocks = gen_length // block_length
+    if steps % blocks or steps > gen_length:
+        yield (
+            f"{prefix}.steps = {steps} must be a multiple of the {blocks} blocks (gen_length / block_length) "
+            f"and at most gen_length = {gen_length}"
+        )
+    if gen_length >= arch.max_positions:
+        yield (
+            f"{prefix}.gen_length = {gen_length} leaves no position for a prompt; the model has {arch.max_positions}, "
+            f"allowed: below that"
+        )
+
+
+def decoding_schedule(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    r, e = config.rollout, config.eval
+    yield from _decoding("rollout", r.gen_length, r.block_length, r.steps, arch)
+    if e.gen_length or e.block_length or e.steps:
+        yield from _decoding(
+            "eval", e.gen_length or r.gen_length, e.block_length or r.block_length, e.steps or r.steps, arch
+        )
+
+
+def prompts_divisible(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    replicas = max(1, world // (config.parallel.tensor * config.parallel.pipeline))
+    unit = replicas * config.train.updates
+    if config.rollout.prompts % unit:
+        yield (
+            f"rollout.prompts = {config.rollout.prompts} must be a multiple of data-parallel ranks x train.updates = "
+            f"{replicas} x {config.train.updates}; next: {-(-config.rollout.prompts // unit) * unit}"
+        )
+
+
+def groups_compare(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    if config.objective.name != "sft" and config.rollout.group < 2:
+        yield (
+            f"rollout.group = {config.rollout.group}: the advantage compares responses to one prompt; "
+            f"allowed: 2 or more (or objective.name=sft)"
+        )
+
+
+def noise_fits_objective(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    full, one_pass = config.noise.estimator == "full", config.objective.name == "diffu_grpo"
+    if full != one_pass:
+        allowed = "full" if one_pass else "iid_t, count, stratified, coupled"
+        yield (
+            f"noise.estimator = {config.noise.estimator} does not estimate what objective.name = "
+            f"{config.objective.name} needs; allowed: {allowed}"
+        )
+    if config.noise.estimator == "coupled" and config.noise.draws % 2:
+        yield f"noise.draws = {config.noise.draws}: coupled draws come in pairs; allowed: even numbers"
+
+
+def learning_rate_decays_down(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    o = config.optimizer
+    if o.min_lr > o.lr:
+        yield f"optimizer.min_lr = {o.min_lr} is above optimizer.lr = {o.lr}; allowed: 0 … lr"
+    if o.warmup_steps > config.train.steps:
+        yield f"optimizer.warmup_steps = {o.warmup_steps} exceeds train.steps = {config.train.steps}"
+
+
+def optimizer_precision(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    if config.model.dtype == "float64":
+        yield "model.dtype = float64: megatron-core's optimizer computes in float32; allowed: float32, bfloat16"
+
+
+def prefix_is_exact(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    if not config.prefix.share:
+        return
+    if arch.attention == "full" and config.model.attention == "native":
+        yield (
+            "prefix.share = true: this model is fully bidirectional, so the prompt's states depend on each response "
+            "and sharing them would be inexact; allowed: false (model.attention=prefix_lm is another model)"
+        )
+    else:
+        yield "prefix.share = true: sharing a prompt is not built yet; allowed: false"
+
+
+def one_source_of_rollouts(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    if config.rollout.record and config.rollout.replay:
+        yield "rollout.record and rollout.replay are both set; allowed: one of them"
+
+
+RULES: tuple[Rule, ...] = (
+    world_divisible,
+    model_divisible,
+    decoding_schedule,
+    prompts_divisible,
+    groups_compare,
+    noise_fits_objective,
+    learning_rate_decays_down,
+    optimizer_precision,
+    prefix_is_exact,
+    one_source_of_rollouts,
+)
+# What commands that only run the model need.
+LAYOUT_RULES: tuple[Rule, ...] = (world_divisible, model_divisible, decoding_schedule)
+
+
+def check(config: RunConfig, arch: Architecture, world: int, rules: tuple[Rule, ...] = RULES) -> None:
+    """Apply rules; the first two broken ones are told.
+
+    Args:
+        world: number of processes.
+
+    Raises:
+        UserError: a rule is broken.
+    """
+    broken = [message for rule in rules for message in rule(config, arch, world)]
+    if broken:
+        raise UserError("\n".join(broken[:2]))

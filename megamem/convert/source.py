@@ -1,0 +1,158 @@
+"""Where weights come from: a folder of safetensors, or named random numbers.
+
+Both answer by Hugging Face name, one tensor at a time, so a model is loaded (or drawn) the same way on every
+tensor-parallel and pipeline layout.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megamem.config.architecture import Architecture
+from megamem.convert.maps import Plain, TensorMap
+from megamem.errors import UserError
+from megamem.platform.rng import generator
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+class WeightSource(Protocol):
+    """Tensors by Hugging Face name."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, torch.dtype]
+    where: str
+
+    def read(self, name: str) -> Tensor: ...
+
+
+def read_hf_config(folder: Path) -> dict[str, Any]:
+    """`config.json` of a Hugging Face folder.
+
+    Raises:
+        UserError: no folder, no file, or not a JSON object.
+    """
+    path = Path(folder) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; a Hugging Face folder has a config.json") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: must hold a JSON object, found {type(config).__name__}")
+    return config
+
+
+class SafetensorsSource:
+    """A Hugging Face folder. Opening reads headers only; `read` maps one tensor.
+
+    Raises:
+        UserError: no weights, a shard named by the index is missing, a file is truncated or garbled, or a tensor
+            stands in another file than the index says.
+    """
+
+    def __init__(self, folder: Path):
+        self.where = str(folder)
+        self._file_of: dict[str, Path] = {}
+        self._open: dict[Path, Any] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        for path, expected in _weight_files(Path(folder)).items():
+            self._read_header(path, expected)
+
+    def _read_header(self, path: Path, expected: set[str] | None) -> None:
+        try:
+            handle = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path}: not a whole safetensors file ({error}); copy or download it again") from None
+        names = set(handle.keys())
+        if expected is not None and names != expected:
+            name = sorted(names ^ expected)[0]
+            raise UserError(f"{path}: its tensors are not those that model.safetensors.index.json lists (e.g. {name})")
+        self._open[path] = handle
+        for name in names:
+            view = handle.get_slice(name)
+            if view.get_dtype() not in DTYPES:
+                raise UserError(f"{path}: {name} has dtype {view.get_dtype()}; allowed: {', '.join(DTYPES)}")
+            self._file_of[name] = path
+            self.shapes[name] = tuple(view.get_shape())
+            self.dtypes[name] = DTYPES[view.get_dtype()]
+
+    def read(self, name: str) -> Tensor:
+        return self._open[self._file_of[name]].get_tensor(name)
+
+
+def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
+    """Weight files of a folder, each with the tensor names that an index promises for it (None: no index)."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{index}: not a safetensors index ({error!r})") from None
+        files: dict[Path, set[str] | None] = {}
+        for name, file in weight_map.items():
+            files.setdefault(folder / file, set()).add(name)
+        missing = sorted(path.name for path in files if not path.exists())
+        if missing:
+            raise UserError(f"{folder}: {len(missing)} of {len(files)} weight files are missing, e.g. {missing[0]}")
+        return files
+    if (folder / "model.safetensors").exists():
+        return {folder / "model.safetensors": None}
+    found = sorted(folder.glob("*.safetensors"))
+    if not found:
+        raise UserError(f"{folder}: no *.safetensors file here (other weight formats are not read)")
+    return dict.fromkeys(found)
+
+
+class RandomSource:
+    """Freshly initialised weights: every tensor drawn from (seed, its name), so any layout starts from one model.
+
+    Matrices are normal with `arch.init_std`; those that write into the residual stream are scaled by
+    1/sqrt(2 * layers); norms are one and biases zero.
+    """
+
+    def __init__(self, maps: Sequence[TensorMap], arch: Architecture, seed: int):
+        self.where = f"random weights, seed {seed}"
+        self.seed = seed
+        self.shapes = {n: s for m in maps for n, s in zip(m.hf, m.shapes(arch), strict=True)}
+        self.dtypes = dict.fromkeys(self.shapes, torch.float32)
+        residual = {m.name for m in maps if isinstance(m, Plain) and m.axis == 1}
+        narrow = arch.init_std / math.sqrt(2 * arch.layers)
+        self._std = {name: narrow if name in residual else arch.init_std for name in self.shapes}
+
+    def read(self, name: str) -> Tensor:
+        shape = self.shapes[name]
+        if len(shape) == 1:
+            return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+        return torch.randn(shape, generator=generator(self.seed, "init", name)) * self._std[name]
+
+
+def check_coverage(maps: Sequence[TensorMap], arch: Architecture, source: WeightSource) -> None:
+    """Every tensor that the model needs is there with its shape, and nothing else is.
+
+    Raises:
+        UserError: names missing, unexpected and wrongly shaped tensors (up to three of each).
+    """
+    expected = {n: s for m in maps for n, s in zip(m.hf, m.shapes(arch), strict=True)}
+    wrong = [
+        f"{n} {list(source.shapes[n])} should be {list(s)}"
+        for n, s in expected.items()
+        if n in source.shapes and source.shapes[n] != s
+    ]
+    faults = {
+        "missing": sorted(expected.keys() - source.shapes.keys()),
+        "unexpected": sorted(source.shapes.keys() - expected.keys()),
+        "wrong shape": wrong,
+    }
+    told = [f"{len(v)} {kind}: {', '.join(v[:3])}{' …' if len(v) > 3 else ''}" for kind, v in faults.items() if v]
+    if told:
+        raise UserError(f"{source.where}: tensors do not match config.json; {'; '.join(told)}")

@@ -1,0 +1,1 @@
+"""Noise plans (data, drawn once) and the ELBO estimates they carry."""

@@ -1,0 +1,149 @@
+"""Segments, relations and the layouts built from them (DESIGN section 1, idea 1).
+
+One packed row of tokens (batch dimension 1) is a list of segments and of relations between a query and a key segment.
+A relation is stated in *positions*, so one relation covers a whole staircase and a segment that continues another one
+(a suffix) needs nothing extra. Plain Python data: hashable, comparable, no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """How a query position p sees a key position k; `blk(x) = (x - origin) // block`."""
+
+    FULL = "full"  # always
+    CAUSAL = "causal"  # k <= p
+    BLOCK = "block"  # blk(k) <= blk(p)
+    STRICT_BLOCK = "strict_block"  # blk(k) < blk(p): a noisy block sees the clean blocks before it
+
+
+@dataclass(frozen=True)
+class Relation:
+    """A kind of visibility; `block` tokens per block, counted from position `origin`."""
+
+    kind: Kind
+    block: int = 1
+    origin: int = 0
+
+    def __post_init__(self) -> None:
+        if self.block < 1:
+            raise ValueError(f"block = {self.block}; a block has at least one token")
+
+    def visible_keys(self, position: int, key: Segment) -> int:
+        """How many leading tokens of `key` a query at `position` sees (every relation shows a prefix of the keys)."""
+        if self.kind is Kind.FULL:
+            return key.length
+        if self.kind is Kind.CAUSAL:
+            end = position + 1
+        else:
+            blocks = (position - self.origin) // self.block + (self.kind is Kind.BLOCK)
+            end = self.origin + blocks * self.block
+        return min(max(end - key.position, 0), key.length)
+
+
+FULL = Relation(Kind.FULL)
+CAUSAL = Relation(Kind.CAUSAL)
+
+
+def block(size: int, origin: int = 0) -> Relation:
+    """Block-causal visibility: the own block and all before it."""
+    return Relation(Kind.BLOCK, size, origin)
+
+
+def strict_block(size: int, origin: int = 0) -> Relation:
+    """Only the blocks before the own one."""
+    return Relation(Kind.STRICT_BLOCK, size, origin)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`length` consecutive tokens of the row from index `start`, at positions `position`, `position + 1`, …"""
+
+    start: int
+    length: int
+    position: int = 0
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Segment `query` sees segment `key` (indices into `Layout.segments`) by `relation`."""
+
+    query: int
+    key: int
+    relation: Relation
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A packed row: segments in order without gaps, and edges between them.
+
+    Raises:
+        ValueError: segments leave a gap or overlap, an edge names no segment, or a token would see nothing.
+    """
+
+    segments: tuple[Segment, ...]
+    edges: tuple[Edge, ...]
+
+    def __post_init__(self) -> None:
+        start = 0
+        for segment in self.segments:
+            if segment.start != start or segment.length < 1 or segment.position < 0:
+                raise ValueError(f"{segment} does not follow the token before it (expected start {start}, length >= 1)")
+            start = segment.stop
+        for edge in self.edges:
+            if not (0 <= edge.query < len(self.segments) and 0 <= edge.key < len(self.segments)):
+                raise ValueError(f"{edge} names a segment outside 0 … {len(self.segments) - 1}")
+
+    @property
+    def length(self) -> int:
+        """Tokens in the row."""
+        return self.segments[-1].stop if self.segments else 0
+
+    def positions(self) -> list[int]:
+        """The position of every token of the row, for RoPE."""
+        return [s.position + i for s in self.segments for i in range(s.length)]
+
+    def filled(self, length: int) -> Layout:
+        """The same row with isolated filler tokens up to `length`.
+
+        A filler token sees only fillers, and no one else sees it; it carries no loss. It makes a row divisible by the
+        tensor-parallel size, or as long as the other rows of a pipeline step.
+        """
+        assert length >= self.length, f"row of {self.length} tokens cannot be filled to {length}"
+        if length == self.length:
+            return self
+        filler = len(self.segments)
+        return Layout(
+            (*self.segments, Segment(self.length, length - self.length)), (*self.edges, Edge(filler, filler, FULL))
+        )
+
+
+def rows(lengths: Sequence[int], relation: Relation = FULL) -> Layout:
+    """Independent sequences packed without padding; each sees itself by `relation`."""
+    segments, start = [], 0
+    for length in lengths:
+        segments.append(Segment(start, length))
+        start += length
+    return Layout(tuple(segments), tuple(Edge(i, i, relation) for i in range(len(segments))))
+
+
+def prefix_lm(pairs: Sequence[tuple[int, int]], suffix: Relation = FULL) -> Layout:
+    """Pairs of (prefix length, suffix length): the prefix sees itself, the suffix sees the prefix and itself.
+
+    Exactly what a shared prefix needs: the prefix does not see the suffix.
+    """
+    segments: list[Segment] = []
+    edges: list[Edge] = []
+    for prefix_length, suffix_length in pairs:
+        start, p = (segments[-1].stop if segments else 0), len(segments)
+        segments += [Segment(start, prefix_length), Segment(start + prefix_length, suffix_length, prefix_length)]
+        edges += [Edge(p, p, FULL), Edge(p + 1, p, FULL), Edge(p + 1, p + 1, suffix)]
+    return Layout(tuple(segments), tuple(edges))

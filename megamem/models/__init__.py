@@ -1,0 +1,1 @@
+"""Model families as specs, built from megatron-core's modules."""

@@ -1,0 +1,101 @@
+"""The model: megatron-core's GPTModel on packed rows, ending in a head that is an argument.
+
+A head says what the last stage computes from the final hidden states: selected log-probs for training, sampled tokens
+for rollouts, logits for verification. Full logits never leave the model.
+
+Shapes: S packed tokens, B = 1, H hidden, T selected positions, V vocabulary rows of this shard.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+
+from megamem.models.row import RowParams
+from megamem.ops.vocab import Samples, VocabShard, sample_tokens, selected_logprob
+
+# What a head gets: hidden states of the selected positions, this rank's output rows, and where those rows lie.
+Head = Callable[[Tensor, Tensor, VocabShard], Tensor | Samples]
+
+
+@dataclass(frozen=True)
+class LogProbHead:
+    """log p(target), `[T]`, at least fp32."""
+
+    target_T: Tensor
+
+    def __call__(self, hidden_TH: Tensor, weight_VH: Tensor, shard: VocabShard) -> Tensor:
+        return selected_logprob(hidden_TH, weight_VH, self.target_T, shard)
+
+
+@dataclass(frozen=True)
+class SampleHead:
+    """Sampled tokens and their statistics; `chunk` positions at a time so that float64 scores stay small."""
+
+    key_T: Tensor
+    temperature: float
+    forbidden: tuple[int, ...] = ()
+    chunk: int = 512
+
+    def __call__(self, hidden_TH: Tensor, weight_VH: Tensor, shard: VocabShard) -> Samples:
+        parts = [
+            sample_tokens(F.linear(hidden, weight_VH), key, self.temperature, shard, self.forbidden)
+            for hidden, key in zip(hidden_TH.split(self.chunk), self.key_T.split(self.chunk), strict=True)
+        ]
+        return Samples(*(torch.cat([getattr(part, name) for part in parts]) for name in Samples.__dataclass_fields__))
+
+
+@dataclass(frozen=True)
+class LogitsHead:
+    """Logits of the real vocabulary, gathered over tensor-parallel ranks, `[T, vocab_rows]`; for verification only."""
+
+    def __call__(self, hidden_TH: Tensor, weight_VH: Tensor, shard: VocabShard) -> Tensor:
+        logits_TV = F.linear(hidden_TH, weight_VH)
+        parts = [torch.empty_like(logits_TV) for _ in range(shard.axis.size)]
+        dist.all_gather(parts, logits_TV.contiguous(), group=shard.axis.group)
+        return torch.cat(parts, -1)[:, : shard.valid]
+
+
+class DiffusionGPT(GPTModel):
+    """One pipeline stage of a diffusion language model."""
+
+    vocab: VocabShard
+
+    def forward(self, ids_BS: Tensor, row: RowParams, position_T: Tensor, head: Head) -> Tensor | Samples:
+        """Run this stage on one packed row.
+
+        Args:
+            ids_BS: token ids `[1, S]`; read by the first stage only.
+            row: the layout; S must be a multiple of the tensor-parallel size under sequence parallelism.
+            position_T: row indices whose hidden states the head needs.
+            head: applied on the last stage.
+
+        Returns:
+            Hidden states `[S or S/tp, 1, H]` for the next stage, or what the head returns.
+        """
+        hidden_SBH = self.embedding(input_ids=ids_BS, position_ids=None) if self.pre_process else None
+        hidden_SBH = self.decoder(hidden_states=hidden_SBH, attention_mask=None, packed_seq_params=row)
+        if not self.post_process:
+            return hidden_SBH
+        return head(self._select(hidden_SBH, position_T), self._output_weight(), self.vocab)
+
+    def _select(self, hidden_SBH: Tensor, position_T: Tensor) -> Tensor:
+        """Hidden states `[T, H]`, replicated; backward sums the vocabulary shards' parts over ranks."""
+        group = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            full_SBH = gather_from_sequence_parallel_region(hidden_SBH, tensor_parallel_output_grad=True, group=group)
+            return full_SBH[:, 0].index_select(0, position_T)
+        return copy_to_tensor_model_parallel_region(hidden_SBH[:, 0].index_select(0, position_T), group=group)
+
+    def _output_weight(self) -> Tensor:
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight

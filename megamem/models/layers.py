@@ -1,0 +1,104 @@
+"""Layer specs: megatron-core's transformer layer with our norm and our attention inside.
+
+Shapes: S packed tokens, B = 1, N query heads and G key/value heads of this tensor-parallel rank, D head dim, H hidden.
+"""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+from megamem.config.architecture import Architecture
+from megamem.models.row import RowParams, apply_rope
+from megamem.ops.attention import attend
+
+
+class RMSNorm(torch.nn.Module):
+    """RMS norm that allows sequence parallelism (megatron-core's torch fallback refuses it)."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.eps = eps
+        # Each rank norms its own tokens; megatron-core sums the gradient over ranks where this mark is set.
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.size(-1),), self.weight, self.eps)
+
+
+class LayoutAttention(MegatronModule):
+    """RoPE at the layout's positions, then exact attention over the layout.
+
+    megatron-core's `position_ids` never reach RoPE, so RoPE lives here, where the layout is.
+    """
+
+    def __init__(self, config: TransformerConfig, rope_theta: float, **_):
+        super().__init__(config)
+        self.rope_theta = rope_theta
+
+    def forward(
+        self,
+        q_SBND: Tensor,
+        k_SBGD: Tensor,
+        v_SBGD: Tensor,
+        attention_mask: None = None,
+        *,
+        packed_seq_params: RowParams,
+        **_,
+    ) -> Tensor:
+        """Context `[S, 1, N * D]` of one packed row."""
+        q, k, v = (x.squeeze(1) for x in (q_SBND, k_SBGD, v_SBGD))
+        cos, sin = packed_seq_params.rope_tables(q.size(-1), self.rope_theta, q)
+        out_SND = attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, packed_seq_params.layout)
+        return out_SND.flatten(1).unsqueeze(1)
+
+
+class CallableSpec(ModuleSpec):
+    """A spec that is also its own builder: megatron-core 0.16 calls the core attention entry, later ones build it."""
+
+    def __call__(self, *args, **kwargs) -> torch.nn.Module:
+        return build_module(self, *args, **kwargs)
+
+
+def local_layer_spec(arch: Architecture) -> ModuleSpec:
+    """A transformer layer from megatron-core's own linears: runs everywhere."""
+    qk_norm = RMSNorm if arch.qk_norm else IdentityOp
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.no_mask},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=ColumnParallelLinear,
+                    core_attention=CallableSpec(LayoutAttention, params={"rope_theta": arch.rope_theta}),
+                    linear_proj=RowParallelLinear,
+                    q_layernorm=qk_norm,
+                    k_layernorm=qk_norm,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=ModuleSpec(
+                module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+            ),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def block_submodules(arch: Architecture, layers_on_stage: int) -> TransformerBlockSubmodules:
+    """The layers of one pipeline stage and the final norm (built on the last stage only)."""
+    return TransformerBlockSubmodules(layer_specs=[local_layer_spec(arch)] * layers_on_stage, layer_norm=RMSNorm)

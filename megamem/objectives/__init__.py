@@ -1,0 +1,1 @@
+"""Objectives as coefficients on log-probs, advantages, and the one place that divides."""

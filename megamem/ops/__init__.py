@@ -1,0 +1,1 @@
+"""Exact operators, each beside its slow and obvious reference (`naive_*`)."""

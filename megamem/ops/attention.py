@@ -1,0 +1,170 @@
+"""Partitioned attention: one exact primitive (DESIGN section 1, idea 2).
+
+Each call of the plan is a plain flash call over one key range that returns its output and the log-sum-exp of its
+scores. Forward merges the (out, lse) pairs of a query. Backward calls each partition's flash backward with the
+*merged* (out, lse): flash backward recomputes P = exp(score - lse) and D = rowsum(dO * O), so with the global lse and
+output each partition yields exactly its columns' share of dK, dV and its part of dQ. Never differentiate the merge
+itself: the lse has no gradient in torch, and the result would be silently wrong.
+
+Shapes: S tokens of the row, N query heads, G key/value heads (N a multiple of G), D head dim, C tiles of a call.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from megamem.layout.dense import dense_mask
+from megamem.layout.layout import Layout
+from megamem.ops.attention_plan import Call, Plan, plan_attention
+
+
+def naive_attend(q_SND: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> Tensor:
+    """Reference: dense mask, full softmax. `[S, N, D]`, differentiable, any dtype."""
+    repeat = q_SND.size(1) // k_SGD.size(1)
+    k_SND, v_SND = k_SGD.repeat_interleave(repeat, 1), v_SGD.repeat_interleave(repeat, 1)
+    score_NSS = torch.einsum("snd,tnd->nst", q_SND, k_SND) / math.sqrt(q_SND.size(-1))
+    mask_SS = dense_mask(layout).to(q_SND.device)
+    return torch.einsum("nst,tnd->snd", score_NSS.masked_fill(~mask_SS, -math.inf).softmax(-1), v_SND)
+
+
+def attend(q_SND: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> Tensor:
+    """Exact attention of a packed row.
+
+    Args:
+        q_SND, k_SGD, v_SGD: query, key and value after RoPE, one dtype; G divides N (grouped-query attention).
+        layout: who sees whom; its length is S.
+
+    Returns:
+        `[S, N, D]`, contiguous. Merges and gradient sums are at least fp32.
+    """
+    plan = plan_attention(layout)
+    assert q_SND.size(0) == k_SGD.size(0) == plan.length, (q_SND.shape, k_SGD.shape, plan.length)
+    return _Attend.apply(q_SND, k_SGD, v_SGD, plan)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q_SND: Tensor, k_SGD: Tensor, v_SGD: Tensor, plan: Plan) -> Tensor:
+        out_SND, lse_SN = _merged_forward(q_SND, k_SGD, v_SGD, plan)
+        ctx.save_for_backward(q_SND, k_SGD, v_SGD, out_SND, lse_SN)
+        ctx.plan = plan
+        return out_SND
+
+    @staticmethod
+    def backward(ctx, grad_SND: Tensor):
+        q_SND, k_SGD, v_SGD, out_SND, lse_SN = ctx.saved_tensors
+        wide = _accumulator_dtype(q_SND.dtype)
+        dq_SND, dk_SGD, dv_SGD = (torch.zeros_like(x, dtype=wide) for x in (q_SND, k_SGD, v_SGD))
+        for call in ctx.plan.calls:
+            parts = _flash_backward(
+                _queries(grad_SND, call), _queries(q_SND, call), _keys(k_SGD, call), _keys(v_SGD, call),
+                _queries(out_SND, call), _queries(lse_SN, call), call.first.causal,
+            )  # fmt: skip
+            for total, part, tiles in zip((dq_SND, dk_SGD, dv_SGD), parts, (_queries, _keys, _keys), strict=True):
+                tiles(total, call).add_(part)
+        return dq_SND.to(q_SND.dtype), dk_SGD.to(k_SGD.dtype), dv_SGD.to(v_SGD.dtype), None
+
+
+def _merged_forward(q_SND: Tensor, k_SGD: Tensor, v_SGD: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Output `[S, N, D]` in q's dtype and lse `[S, N]`, merged over calls in at least fp32."""
+    wide = _accumulator_dtype(q_SND.dtype)
+    shape = (q_SND.size(0), q_SND.size(1), v_SGD.size(2))
+    lse_SN = torch.full(shape[:2], -math.inf, dtype=wide, device=q_SND.device)
+    out_SND = torch.zeros(shape, dtype=wide if plan.merge else q_SND.dtype, device=q_SND.device)
+    for call in plan.calls:
+        part_CLND, part_lse_CLN = _flash_forward(
+            _queries(q_SND, call), _keys(k_SGD, call), _keys(v_SGD, call), call.first.causal
+        )
+        out_CLND, lse_CLN = _queries(out_SND, call), _queries(lse_SN, call)
+        if not plan.merge:
+            out_CLND.copy_(part_CLND)
+            lse_CLN.copy_(part_lse_CLN)
+            continue
+        merged_CLN = torch.logaddexp(lse_CLN, part_lse_CLN.to(wide))
+        out_CLND.mul_((lse_CLN - merged_CLN).exp()[..., None])
+        out_CLND.add_(part_CLND * (part_lse_CLN - merged_CLN).exp()[..., None])
+        lse_CLN.copy_(merged_CLN)
+    return out_SND.to(q_SND.dtype), lse_SN
+
+
+def _accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _tiles(x: Tensor, start: int, length: int, count: int, stride: int) -> Tensor:
+    """View `[C, L, …]` of rows `start + c * stride …` of `x` `[S, …]`; no copy."""
+    if count == 1:
+        return x[None, start : start + length]
+    return x.as_strided(
+        (count, length, *x.shape[1:]),
+        (stride * x.stride(0), *x.stride()),
+        x.storage_offset() + start * x.stride(0),
+    )
+
+
+def _queries(x: Tensor, call: Call) -> Tensor:
+    return _tiles(x, call.first.q, call.first.q_len, call.count, call.q_stride)
+
+
+def _keys(x: Tensor, call: Call) -> Tensor:
+    return _tiles(x, call.first.k, call.first.k_len, call.count, call.k_stride)
+
+
+def _flash_forward(q_CLND: Tensor, k_CMGD: Tensor, v_CMGD: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """One kernel call: output `[C, L, N, D]` and natural-log lse `[C, L, N]`."""
+    q, k, v = (x.transpose(1, 2) for x in (q_CLND, k_CMGD, v_CMGD))
+    if q.is_cpu:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    else:
+        out, lse = _dense_forward(q, k, v, causal)
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def _flash_backward(
+    grad_CLND: Tensor, q_CLND: Tensor, k_CMGD: Tensor, v_CMGD: Tensor, out_CLND: Tensor, lse_CLN: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One kernel call with the merged output and lse; gradients in the layout of the inputs."""
+    grad, q, k, v, out = (x.transpose(1, 2) for x in (grad_CLND, q_CLND, k_CMGD, v_CMGD, out_CLND))
+    lse = lse_CLN.transpose(1, 2)
+    if q.is_cpu:
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal
+        )
+    else:
+        parts = _dense_backward(grad, q, k, v, out, lse, causal)
+    return tuple(x.transpose(1, 2) for x in parts)
+
+
+def _dense_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    """Scaled scores `[C, G, N/G, L, M]` of one tile in at least fp32."""
+    wide = _accumulator_dtype(q.dtype)
+    grouped = q.to(wide).unflatten(1, (k.size(1), -1))
+    score = torch.einsum("cgrld,cgmd->cgrlm", grouped, k.to(wide)) / math.sqrt(q.size(-1))
+    if causal:
+        score = score.masked_fill(torch.ones(score.shape[-2:], dtype=torch.bool, device=q.device).triu(1), -math.inf)
+    return score
+
+
+def _dense_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Tile by tile scores for devices whose flash kernel is not wired up yet; same contract as the flash call."""
+    score = _dense_scores(q, k, causal)
+    lse = score.logsumexp(-1)
+    out = torch.einsum("cgrlm,cgmd->cgrld", (score - lse[..., None]).exp(), v.to(score.dtype))
+    return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
+
+
+def _dense_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The flash backward's formulas: P = exp(score - lse), dS = P * (dP - rowsum(dO * O))."""
+    score = _dense_scores(q, k, causal)
+    heads = (k.size(1), -1)
+    p = (score - lse.unflatten(1, heads)[..., None]).exp()
+    grad, out = (x.to(p.dtype).unflatten(1, heads) for x in (grad, out))
+    dv = torch.einsum("cgrlm,cgrld->cgmd", p, grad)
+    dp = torch.einsum("cgrld,cgmd->cgrlm", grad, v.to(p.dtype))
+    ds = p * (dp - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
+    dq = torch.einsum("cgrlm,cgmd->cgrld", ds, k.to(p.dtype)).flatten(1, 2)
+    dk = torch.einsum("cgrlm,cgrld->cgmd", ds, q.to(p.dtype).unflatten(1, heads))
+    return dq, dk, dv

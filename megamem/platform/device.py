@@ -1,0 +1,64 @@
+"""The one place that names "cpu", "cuda", "gloo" and "nccl"."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from megamem.errors import UserError
+
+DeviceName = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where tensors live and which collective backend moves them.
+
+    Attributes:
+        torch: the device of every parameter and activation of this process.
+        backend: the torch.distributed backend that serves it.
+    """
+
+    torch: torch.device
+    backend: str
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.torch.type == "cpu"
+
+    def synchronize(self) -> None:
+        """Wait for queued work, so that a wall clock means something."""
+        if not self.is_cpu:
+            torch.cuda.synchronize(self.torch)
+
+    def peak_bytes(self) -> int:
+        """Largest memory of this process so far: allocator peak on CUDA, resident set on CPU (bytes)."""
+        if not self.is_cpu:
+            return torch.cuda.max_memory_allocated(self.torch)
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def resolve_device(name: DeviceName, local_rank: int) -> Device:
+    """Pick the device of this process.
+
+    Args:
+        name: `auto` takes CUDA when a GPU is there.
+        local_rank: index of this process on its node, and so of its GPU.
+
+    Raises:
+        UserError: CUDA was asked for and is absent, or there are more processes on the node than GPUs.
+    """
+    has_cuda = torch.cuda.is_available()
+    if name == "cpu" or (name == "auto" and not has_cuda):
+        return Device(torch.device("cpu"), "gloo")
+    if not has_cuda:
+        raise UserError("device = cuda, but torch sees no GPU; allowed here: cpu, auto")
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"local rank {local_rank} has no GPU: this node shows {torch.cuda.device_count()}; "
+            "start at most one process per GPU, or set device=cpu"
+        )
+    torch.cuda.set_device(local_rank)
+    return Device(torch.device("cuda", local_rank), "nccl")

@@ -1,0 +1,150 @@
+"""Process groups from degrees. The only reader of megatron-core's `parallel_state`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamem.errors import UserError
+from megamem.platform import mcore_cpu
+from megamem.platform.device import Device
+from megamem.platform.launch import Ranks
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One parallel axis seen from this process."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process grid seen from this process.
+
+    Attributes:
+        tp, pp, dp: tensor, pipeline and data axis.
+        mp: tensor x pipeline: the processes that hold one replica of the model and see the same samples.
+        world_rank, world: place in the whole job.
+        collection: megatron-core's own record of the same groups, handed to its modules.
+        device: where this process computes.
+    """
+
+    tp: Axis
+    pp: Axis
+    dp: Axis
+    mp: Axis
+    world_rank: int
+    world: int
+    collection: object
+    device: Device
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp.rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp.rank == self.pp.size - 1
+
+    @property
+    def is_main(self) -> bool:
+        """The one process that writes logs."""
+        return self.world_rank == 0
+
+    def sum_over_data(self, x: Tensor) -> Tensor:
+        """Sum over data-parallel ranks, in place; returns x."""
+        if self.dp.size > 1:
+            dist.all_reduce(x, group=self.dp.group)
+        return x
+
+    def from_last_stage(self, x: Tensor) -> Tensor:
+        """Broadcast from the last pipeline stage within its column, in place; returns x."""
+        if self.pp.size > 1:
+            dist.broadcast(x, dist.get_global_rank(self.pp.group, self.pp.size - 1), group=self.pp.group)
+        return x
+
+    def from_replica_head(self, value: object) -> object:
+        """An object computed by the first process of each model replica, given to all of that replica."""
+        if self.mp.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, dist.get_global_rank(self.mp.group, 0), group=self.mp.group)
+        return box[0]
+
+    def any(self, flag: bool) -> bool:
+        """True on every process if true on one."""
+        if self.world == 1:
+            return flag
+        x = torch.tensor([int(flag)], device=self.device.torch)
+        dist.all_reduce(x, op=dist.ReduceOp.MAX)
+        return bool(x.item())
+
+    def barrier(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+
+def _axis(group: dist.ProcessGroup) -> Axis:
+    return Axis(group, dist.get_rank(group), dist.get_world_size(group))
+
+
+@contextmanager
+def process_groups(
+    ranks: Ranks, device: Device, tensor: int, pipeline: int, timeout: float = 1800.0
+) -> Iterator[Groups]:
+    """Start torch.distributed and megatron-core's groups; tear both down on exit.
+
+    Args:
+        ranks: place of this process in the job.
+        tensor, pipeline: degrees; the rest of the world is data parallel.
+        timeout: seconds after which a collective gives up.
+
+    Raises:
+        UserError: the world cannot be divided that way (checked again here because the CLI's check may be bypassed).
+    """
+    if ranks.world % (tensor * pipeline):
+        raise UserError(
+            f"parallel.tensor x parallel.pipeline = {tensor} x {pipeline} does not divide {ranks.world} processes"
+        )
+    if device.is_cpu:
+        mcore_cpu.install()
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    mcore_cpu.patch_adam_step()
+    own_store = None if ranks.init_method else dist.HashStore()
+    dist.init_process_group(
+        device.backend,
+        init_method=ranks.init_method,
+        store=own_store,
+        rank=ranks.rank,
+        world_size=ranks.world,
+        timeout=timedelta(seconds=timeout),
+    )
+    try:
+        parallel_state.initialize_model_parallel(tensor, pipeline, distributed_timeout_minutes=timeout / 60)
+        # No dropout anywhere: the tracker only has to exist. Weights are loaded or drawn by name (convert/source.py).
+        model_parallel_cuda_manual_seed(1)
+        yield Groups(
+            tp=_axis(parallel_state.get_tensor_model_parallel_group()),
+            pp=_axis(parallel_state.get_pipeline_model_parallel_group()),
+            dp=_axis(parallel_state.get_data_parallel_group()),
+            mp=_axis(parallel_state.get_model_parallel_group()),
+            world_rank=ranks.rank,
+            world=ranks.world,
+            collection=ProcessGroupCollection.use_mpu_process_groups(),
+            device=device,
+        )
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

@@ -1,0 +1,1 @@
+"""Sampling responses: block denoising, remasking policies, recorded rollouts."""

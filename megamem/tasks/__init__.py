@@ -1,0 +1,1 @@
+"""Tasks: problems, prompts and rewards. `megamem.tasks.registry.load_task` is the way in."""

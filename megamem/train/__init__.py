@@ -1,0 +1,1 @@
+"""One training step, and the loop, checkpoints and metrics around it."""

@@ -1,0 +1,55 @@
+"""Step-boundary checks of our own invariants; `train.checks=false` switches them off."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megamem.config.schema import RunConfig
+from megamem.errors import UserError
+from megamem.objectives.base import Objective
+from megamem.platform.groups import Axis, Groups
+from megamem.train.draws import Sample
+
+
+def check_finite(loss: Tensor, groups: Groups, step: int) -> None:
+    """Every rank's loss is a number.
+
+    Raises:
+        UserError: the run cannot go on as configured (learning rate, exponent limit, dtype).
+    """
+    if groups.any(not bool(torch.isfinite(loss))):
+        raise UserError(
+            f"step {step}: the loss is not finite; lower optimizer.lr or objective.exponent_limit, or use "
+            "model.dtype=float32. The last checkpoint is intact."
+        )
+
+
+def check_in_sync(model: nn.Module, groups: Groups, step: int) -> None:
+    """Parameters are equal over data-parallel ranks, and replicated ones over tensor-parallel ranks."""
+    split = [p for p in model.parameters() if getattr(p, "tensor_model_parallel", False)]
+    shared = [p for p in model.parameters() if not getattr(p, "tensor_model_parallel", False)]
+    _assert_equal([*split, *shared], groups.dp, groups, f"step {step}: parameters differ over data-parallel ranks")
+    _assert_equal(shared, groups.tp, groups, f"step {step}: replicated parameters differ over tensor-parallel ranks")
+
+
+def _assert_equal(parameters: Sequence[nn.Parameter], axis: Axis, groups: Groups, message: str) -> None:
+    if axis.size == 1 or not parameters:
+        return
+    mine = torch.stack([p.detach().double().sum() for p in parameters])
+    low, high = mine.clone(), mine.clone()
+    dist.all_reduce(low, op=dist.ReduceOp.MIN, group=axis.group)
+    dist.all_reduce(high, op=dist.ReduceOp.MAX, group=axis.group)
+    assert torch.equal(low, high), message
+
+
+def check_shares(
+    weight_B: Tensor, samples: Sequence[Sample], objective: Objective, config: RunConfig, groups: Groups
+) -> None:
+    """The shares of all units of the global batch add up to one."""
+    tokens_B = torch.tensor([s.scored_tokens for s in samples], dtype=torch.float64, device=weight_B.device)
+    draws = config.noise.draws
+    units_B = {"token": tokens_B * draws, "draw": torch.full_like(tokens_B, draws), "sample": tokens_B**0}
+    total = groups.sum_over_data((weight_B * units_B[objective.level]).sum())
+    assert abs(float(total) - 1) < 1e-9, f"loss shares add up to {float(total)}, not to 1"

@@ -1,0 +1,73 @@
+"""megatron-core's DistributedDataParallel and optimizer, and the learning-rate schedule as a pure function."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from torch import nn
+
+from megamem.config.schema import OptimizerConfig, ParallelConfig
+
+_NO_CLIP = 1e30  # megatron-core reports the gradient norm only where it clips
+
+
+def wrap_for_training(model: nn.Module, parallel: ParallelConfig) -> DistributedDataParallel:
+    """Gradient buffers in fp32 (in the parameters' dtype for fp64), summed over data-parallel ranks, never averaged."""
+    fp64 = model.config.params_dtype == torch.float64
+    ddp = DistributedDataParallel(
+        model.config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=not fp64,
+            overlap_grad_reduce=parallel.overlap_grad_reduce,
+            use_distributed_optimizer=parallel.distributed_optimizer and not fp64,
+        ),
+        model,
+    )
+    model.config.no_sync_func = ddp.no_sync
+    model.config.finalize_model_grads_func = _finalize
+    return ddp
+
+
+def _finalize(model: Sequence[nn.Module], num_tokens: Any = None, **kwargs: Any) -> None:
+    """Finalize without a token count: objectives/reduction.py has divided already."""
+    finalize_model_grads(list(model), None, **kwargs)
+
+
+def build_optimizer(ddp: DistributedDataParallel, config: OptimizerConfig, parallel: ParallelConfig):
+    """megatron-core's mixed-precision Adam over the wrapped model; weight decay spares norms and biases."""
+    dtype = ddp.config.params_dtype
+    return get_megatron_optimizer(
+        CoreOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.min_lr,
+            adam_beta1=config.betas[0],
+            adam_beta2=config.betas[1],
+            adam_eps=config.eps,
+            weight_decay=config.weight_decay,
+            clip_grad=config.clip_grad or _NO_CLIP,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=parallel.distributed_optimizer,
+        ),
+        [ddp],
+    )
+
+
+def learning_rate(config: OptimizerConfig, update: int, total: int) -> float:
+    """Learning rate of optimizer step `update` (from 0) of `total`: linear warm-up from 0, then decay to `min_lr`."""
+    if update < config.warmup_steps:
+        return config.lr * (update + 1) / config.warmup_steps
+    progress = (update - config.warmup_steps) / max(1, total - config.warmup_steps)
+    left = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[config.decay]
+    return config.min_lr + (config.lr - config.min_lr) * left
+
+
+def set_learning_rate(optimizer: Any, rate: float) -> None:
+    """Apply a rate to every parameter group."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("lr_mult", 1.0)

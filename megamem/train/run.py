@@ -1,0 +1,101 @@
+"""A run on its devices: model, optimizer and runner of this rank, built from what `prepare` checked."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megamem.convert.weights import load_weights
+from megamem.models.build import build_model
+from megamem.models.gpt import DiffusionGPT
+from megamem.models.runner import Runner
+from megamem.platform.groups import Groups
+from megamem.rollout.sampler import Decoding
+from megamem.train.checkpoint import load_model, load_training, read_info
+from megamem.train.optim import build_optimizer, wrap_for_training
+from megamem.train.prepare import Prepared, Prompt
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(eq=False)
+class Run:
+    """What a step works with.
+
+    Attributes:
+        prepared: configuration, task, tokenizer, objective.
+        groups: the process grid.
+        model: this stage, bare; its weights are the ones being trained.
+        trainer: runs rows through the stage wrapped for gradients; None for sampling and evaluation only.
+        sampler: runs rows through the bare stage.
+        optimizer: megatron-core's; None without a trainer.
+        prompts: training prompts.
+        finished: training steps done.
+    """
+
+    prepared: Prepared
+    groups: Groups
+    model: DiffusionGPT
+    sampler: Runner
+    trainer: Runner | None = None
+    optimizer: Any = None
+    prompts: Sequence[Prompt] = ()
+    finished: int = 0
+
+    def decoding(self, step: int, training: bool) -> Decoding:
+        """Decoding settings of a training rollout or of an evaluation."""
+        r, e, arch = self.prepared.config.rollout, self.prepared.config.eval, self.prepared.model.arch
+        return Decoding(
+            gen_length=r.gen_length if training else e.gen_length or r.gen_length,
+            block_length=r.block_length if training else e.block_length or r.block_length,
+            steps=r.steps if training else e.steps or r.steps,
+            temperature=r.temperature if training else e.temperature,
+            remasking=r.remasking,
+            eos=r.eos,
+            stop_at_eos=r.stop_at_eos,
+            row_tokens=r.row_tokens,
+            eos_id=arch.eos_id,
+            mask_id=arch.mask_id,
+            seed=self.prepared.config.seed,
+            step=step,
+        )
+
+
+def attention_name(prepared: Prepared) -> str:
+    """How a sequence attends: the model's own way, or the one asked for."""
+    asked = prepared.config.model.attention
+    return prepared.model.arch.attention if asked == "native" else asked
+
+
+def build_run(prepared: Prepared, groups: Groups, training: bool) -> Run:
+    """Build this rank's stage with its weights, and the optimizer if training; resumes where `prepare` said so."""
+    config, folder = prepared.config, prepared.model
+    model = build_model(
+        folder.arch,
+        groups,
+        DTYPES[config.model.dtype],
+        sequence_parallel=config.parallel.sequence,
+        recompute=config.train.recompute == "full",
+    )
+    if prepared.weights is not None:
+        load_weights(model, folder.spec.tensor_maps(folder.arch), folder.arch, prepared.weights, groups)
+    elif prepared.resume_from is None:
+        load_model(folder.path, model)
+    attention = attention_name(prepared)
+    run = Run(prepared, groups, model, Runner(model, groups, attention))
+    if training:
+        _add_training(run, attention, prepared.resume_from)
+    return run
+
+
+def _add_training(run: Run, attention: str, resume_from: Path | None) -> None:
+    config = run.prepared.config
+    ddp = wrap_for_training(run.model, config.parallel)
+    run.trainer = Runner(ddp, run.groups, attention)
+    run.optimizer = build_optimizer(ddp, config.optimizer, config.parallel)
+    run.prompts, _ = run.prepared.prompts("train", config.rollout.gen_length)
+    if resume_from is not None:
+        load_training(resume_from, run.model, run.optimizer)
+        run.finished = read_info(resume_from).step
