@@ -1,4 +1,4 @@
-"""Packaging. Pinned versions for development and CI are in requirements.txt; these are the ranges that are meant to work."""
+"""Packaging. requirements.txt pins what development and CI use; these are the ranges that are meant to work."""
 
 from setuptools import find_packages, setup
 

@@ -3,12 +3,17 @@
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from megamem.config.architecture import Architecture
 from megamem.models.gpt import DiffusionGPT
 from megamem.models.layers import block_submodules
 from megamem.ops.vocab import VocabShard
 from megamem.platform.groups import Groups
+
+
+def _leave_alone(weight: Tensor) -> Tensor:
+    return weight
 
 
 def transformer_config(
@@ -37,9 +42,11 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Weights are loaded or drawn by name afterwards (convert/source.py).
-        use_cpu_initialization=groups.device.is_cpu,
-        perform_initialization=False,
+        # Weights are loaded or drawn by name afterwards (convert/source.py). Initialisation itself must run: there
+        # megatron-core marks which parameters are split, and gradient norms depend on that.
+        init_method=_leave_alone,
+        output_layer_init_method=_leave_alone,
+        embedding_init_method=_leave_alone,
         # The objective divides once, in objectives/reduction.py; this stops megatron-core's own two divisions.
         calculate_per_token_loss=True,
         recompute_granularity="full" if recompute else None,
