@@ -6,7 +6,6 @@ A `UserError` is printed without a traceback, once per job, and ends with status
 import json
 import os
 import sys
-import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +16,7 @@ from megamem import __version__
 from megamem.config.load import load_config, parse
 from megamem.config.schema import RunConfig
 from megamem.errors import UserError
-from megamem.platform.launch import Ranks, discover_ranks
+from megamem.platform.launch import Ranks, discover_ranks, hush_dependencies
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 convert_app = typer.Typer(no_args_is_help=True, help="Hugging Face folders in and out.")
@@ -163,8 +162,7 @@ def _settings(model: Path, config: Path | None, overrides: list[str]) -> RunConf
 
 def run() -> None:
     """Entry point of the `megamem` script."""
-    # megatron-core says in every process what it falls back to, and warns of its own deprecations.
-    warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
+    hush_dependencies()
     try:
         app()
     except UserError as error:

@@ -86,7 +86,8 @@ class Layout:
     """A packed row: segments in order without gaps, and edges between them.
 
     Raises:
-        ValueError: segments leave a gap or overlap, an edge names no segment, or a token would see nothing.
+        ValueError: segments leave a gap or overlap, an edge names no segment, or two edges join the same segments. (That
+            every token sees something is checked by the attention plan.)
     """
 
     segments: tuple[Segment, ...]
@@ -101,6 +102,10 @@ class Layout:
         for edge in self.edges:
             if not (0 <= edge.query < len(self.segments) and 0 <= edge.key < len(self.segments)):
                 raise ValueError(f"{edge} names a segment outside 0 … {len(self.segments) - 1}")
+        pairs = [(edge.query, edge.key) for edge in self.edges]
+        if len(set(pairs)) < len(pairs):  # attention would count the keys twice
+            pair = next(p for i, p in enumerate(pairs) if p in pairs[:i])
+            raise ValueError(f"segments {pair[0]} and {pair[1]} are joined twice; one edge per (query, key)")
 
     @property
     def length(self) -> int:

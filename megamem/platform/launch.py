@@ -5,6 +5,7 @@ two more functions in `SOURCES`.
 """
 
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,17 @@ def _single_process(environ: Mapping[str, str]) -> Ranks:
 SOURCES: tuple[Callable[[Mapping[str, str]], Ranks | None], ...] = (_torchrun, _single_process)
 
 
+def hush_dependencies() -> None:
+    """Keep the warnings of megatron-core and torch.distributed about themselves out of every process's output.
+
+    They are about fallbacks that megamem reports where it matters, and about deprecations it does not cause.
+    """
+    for module in ("megatron", "torch.distributed", "torch.nn.utils"):
+        for category in (UserWarning, FutureWarning, DeprecationWarning):
+            warnings.filterwarnings("ignore", category=category, module=module)
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+
+
 def discover_ranks(environ: Mapping[str, str]) -> Ranks:
     """Rank, world size and rendezvous from the first launcher that recognises the environment.
 
@@ -94,6 +106,7 @@ def run_locally(job: Callable[..., Any], world: int, *args: Any) -> None:
 
 
 def _local_rank(rank: int, world: int, folder: str, job: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    hush_dependencies()
     ranks = Ranks(rank, world, rank, f"file://{folder}/rendezvous", "local")
     try:
         job(ranks, *args)

@@ -58,9 +58,10 @@ def backward(runner: Runner, update: Update, objective: Objective, length_norm: 
     adv_B = torch.tensor([s.advantage for s in update.samples], dtype=torch.float64, device=device)
     tokens_B = torch.tensor([s.scored_tokens for s in update.samples], dtype=torch.float64, device=device)
     scale_B = 1 / tokens_B.clamp(min=1) if length_norm else torch.ones_like(tokens_B)
-    coupled_BD = None
+    coupled_BD, coupled_loss = None, 0.0
     if objective.level == "sample":
-        coupled_BD = _coupled_coefficients(runner, update, objective, adv_B, scale_B)
+        coupled_BD, value_B = _coupled_coefficients(runner, update, objective, adv_B, scale_B)
+        coupled_loss = -(update.weight_B * value_B).sum()
     old_of_row = iter(update.old) if update.old is not None else None
 
     def loss(row: DrawRow, logp_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -83,9 +84,9 @@ def backward(runner: Runner, update: Update, objective: Objective, length_norm: 
         return (weight_U * c_U * new_U).sum(), report
 
     reports = runner.forward_backward(update.rows, loss)
-    names = ("loss", "elbo", "draws", "ratio")
     zero = torch.zeros((), dtype=torch.float64, device=device)
-    return {name: sum((r[name] for r in reports), zero) for name in names}
+    sums = {name: sum((r[name] for r in reports), zero) for name in ("loss", "elbo", "draws", "ratio")}
+    return sums | {"loss": sums["loss"] + coupled_loss}
 
 
 def _old_values(objective: Objective, new_U: Tensor, recorded: Tensor | None) -> Tensor:
@@ -96,8 +97,8 @@ def _old_values(objective: Objective, new_U: Tensor, recorded: Tensor | None) ->
 
 def _coupled_coefficients(
     runner: Runner, update: Update, objective: Objective, adv_B: Tensor, scale_B: Tensor
-) -> Tensor:
-    """Exact coefficients `[B, D]` of an objective that couples a sample's draws (replayed afterwards).
+) -> tuple[Tensor, Tensor]:
+    """Exact coefficients `[B, D]` (replayed afterwards) and values `[B]` of an objective that couples a sample's draws.
 
     On-policy all log-ratios are zero and no pass is needed. Off-policy only the last stage's result is meant.
     """
@@ -107,4 +108,5 @@ def _coupled_coefficients(
         new = score(runner, update.rows, objective)
         if runner.groups.is_last_stage:
             new_BD, old_BD = torch.cat(new).view(shape), torch.cat(update.old).view(shape)
-    return coefficients(objective, new_BD, old_BD, adv_B, scale_B[:, None])
+    c_BD = coefficients(objective, new_BD, old_BD, adv_B, scale_B[:, None])
+    return c_BD, objective.surrogate((new_BD - old_BD).double() * scale_B[:, None], adv_B)
