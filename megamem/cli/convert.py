@@ -20,7 +20,7 @@ from megamem.convert.weights import export_weights, load_weights
 from megamem.convert.writer import SafetensorsWriter
 from megamem.errors import UserError
 from megamem.layout.packing import pack
-from megamem.platform.device import resolve_device
+from megamem.platform.device import DeviceName, resolve_device
 from megamem.platform.groups import Groups, process_groups
 from megamem.platform.launch import Ranks, run_locally
 from megamem.train.checkpoint import CheckpointInfo, copy_small_files, load_model, save_checkpoint
@@ -34,7 +34,7 @@ class ConvertConfig(Section):
     """Settings of the convert commands: the layout of the processes that do the work."""
 
     parallel: ParallelConfig = ParallelConfig()
-    device: str = "cpu"
+    device: DeviceName = "auto"
 
 
 def layout_settings(folder: ModelFolder, overrides: Sequence[str]) -> ConvertConfig:

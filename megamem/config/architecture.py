@@ -18,6 +18,7 @@ class Architecture(BaseModel):
     head_dim: PositiveInt
     vocab_rows: PositiveInt = Field(description="rows of the embedding and of the output matrix in the files")
     norm_eps: float = 1e-5
+    positions: Literal["rope", "learned"] = Field("rope", description="learned: a table of max_positions rows")
     rope_theta: float = 10000.0
     qkv_bias: bool = False
     qk_norm: bool = False

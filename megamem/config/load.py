@@ -56,13 +56,19 @@ def _merged(settings: dict[str, Any], overrides: Sequence[str], where: str) -> d
         settings = dict(settings)
         if isinstance(settings.get("task"), str):  # so that task.options.x=… can be merged into it
             settings["task"] = {"name": settings["task"]}
-        changes = OmegaConf.from_dotlist(list(overrides))
-        if isinstance(changes.get("task"), str):
-            changes["task"] = {"name": changes["task"], "options": {}}
+        long = [_long_task(override) for override in overrides]
+        if long != list(overrides):  # another task starts without the file's options
             settings.pop("task", None)
+        changes = OmegaConf.from_dotlist(long)
         return _container(OmegaConf.merge(OmegaConf.create(settings), changes), where)
-    except (OmegaConfBaseException, YAMLError, ValueError) as error:
+    except (OmegaConfBaseException, YAMLError, ValueError, TypeError) as error:
         raise UserError(f"{where}: overrides {list(overrides)} cannot be applied ({_first_line(error)})") from None
+
+
+def _long_task(override: str) -> str:
+    """`task=name` as `task.name=name`, so that `task.options.x=…` beside it is merged and does not replace it."""
+    key, _, value = override.partition("=")
+    return f"task.name={value}" if key.strip() == "task" and value[:1] not in "{[" else override
 
 
 def _container(node: Any, where: str) -> dict[str, Any]:

@@ -96,11 +96,11 @@ def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
     if index.exists():
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            files: dict[Path, set[str] | None] = {}
+            for name, file in weight_map.items():
+                files.setdefault(folder / file, set()).add(name)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{index}: not a safetensors index ({error!r})") from None
-        files: dict[Path, set[str] | None] = {}
-        for name, file in weight_map.items():
-            files.setdefault(folder / file, set()).add(name)
         missing = sorted(path.name for path in files if not path.exists())
         if missing:
             raise UserError(f"{folder}: {len(missing)} of {len(files)} weight files are missing, e.g. {missing[0]}")

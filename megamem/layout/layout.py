@@ -86,8 +86,8 @@ class Layout:
     """A packed row: segments in order without gaps, and edges between them.
 
     Raises:
-        ValueError: segments leave a gap or overlap, an edge names no segment, or two edges join the same segments. (That
-            every token sees something is checked by the attention plan.)
+        ValueError: segments leave a gap or overlap, an edge names no segment, or two edges join the same segments.
+            (That every token sees something is checked by the attention plan.)
     """
 
     segments: tuple[Segment, ...]

@@ -87,9 +87,11 @@ def build_model(
         pre_process=groups.is_first_stage,
         post_process=groups.is_last_stage,
         share_embeddings_and_output_weights=arch.tied_head,
-        position_embedding_type="none",
+        position_embedding_type="learned_absolute" if arch.positions == "learned" else "none",
         pg_collection=groups.collection,
     )
     rows = vocab // groups.tp.size
     model.vocab = VocabShard(groups.tp.rank * rows, rows, arch.vocab_rows, groups.tp)
+    if groups.is_first_stage and arch.positions == "learned":
+        model.embedding.position_embeddings.to(dtype)  # megatron-core makes it in torch's default dtype
     return model.to(groups.device.torch)

@@ -81,7 +81,10 @@ class DiffusionGPT(GPTModel):
         Returns:
             Hidden states `[S or S/tp, 1, H]` for the next stage, or what the head returns.
         """
-        hidden_SBH = self.embedding(input_ids=ids_BS, position_ids=None) if self.pre_process else None
+        hidden_SBH = None
+        if self.pre_process:
+            positions_BS = torch.tensor([row.layout.positions()], device=ids_BS.device)
+            hidden_SBH = self.embedding(input_ids=ids_BS, position_ids=positions_BS)
         hidden_SBH = self.decoder(hidden_states=hidden_SBH, attention_mask=None, packed_seq_params=row)
         if not self.post_process:
             return hidden_SBH

@@ -38,12 +38,12 @@ class RMSNorm(torch.nn.Module):
 
 
 class LayoutAttention(MegatronModule):
-    """RoPE at the layout's positions, then exact attention over the layout.
+    """RoPE (if the model has it) at the layout's positions, then exact attention over the layout.
 
     megatron-core's `position_ids` never reach RoPE, so RoPE lives here, where the layout is.
     """
 
-    def __init__(self, config: TransformerConfig, rope_theta: float, **_):
+    def __init__(self, config: TransformerConfig, rope_theta: float | None, **_):
         super().__init__(config)
         self.rope_theta = rope_theta
 
@@ -59,8 +59,10 @@ class LayoutAttention(MegatronModule):
     ) -> Tensor:
         """Context `[S, 1, N * D]` of one packed row."""
         q, k, v = (x.squeeze(1) for x in (q_SBND, k_SBGD, v_SBGD))
-        cos, sin = packed_seq_params.rope_tables(q.size(-1), self.rope_theta, q)
-        out_SND = attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, packed_seq_params.layout)
+        if self.rope_theta is not None:
+            cos, sin = packed_seq_params.rope_tables(q.size(-1), self.rope_theta, q)
+            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        out_SND = attend(q, k, v, packed_seq_params.layout)
         return out_SND.flatten(1).unsqueeze(1)
 
 
@@ -74,6 +76,7 @@ class CallableSpec(ModuleSpec):
 def local_layer_spec(arch: Architecture) -> ModuleSpec:
     """A transformer layer from megatron-core's own linears: runs everywhere."""
     qk_norm = RMSNorm if arch.qk_norm else IdentityOp
+    rope_theta = arch.rope_theta if arch.positions == "rope" else None
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -83,7 +86,7 @@ def local_layer_spec(arch: Architecture) -> ModuleSpec:
                 params={"attn_mask_type": AttnMaskType.no_mask},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=ColumnParallelLinear,
-                    core_attention=CallableSpec(LayoutAttention, params={"rope_theta": arch.rope_theta}),
+                    core_attention=CallableSpec(LayoutAttention, params={"rope_theta": rope_theta}),
                     linear_proj=RowParallelLinear,
                     q_layernorm=qk_norm,
                     k_layernorm=qk_norm,

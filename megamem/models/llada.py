@@ -1,14 +1,17 @@
 """The LLaDA family: LLaDA-8B, LLaDA-1.5 and any size of the same code (grouped-query attention, tied head too).
 
 Facts read in the published modelling code: `ff_proj` is the gate and `up_proj` the value of the SwiGLU;
-`ff_out` names both the head and every block's down-projection; RoPE is half-split in fp32; attention is fully
-bidirectional and logits are not shifted.
+`ff_out` names both the head and every block's down-projection; RoPE is half-split in fp32;
+attention is fully bidirectional and logits are not shifted.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
 from megamem.config.architecture import Architecture
+from megamem.config.load import explain
 from megamem.convert.maps import GateUp, Plain, Qkv, TensorMap, Vocab
 from megamem.errors import UserError
 
@@ -17,7 +20,6 @@ _FIXED = {
     "block_type": "llama",
     "activation_type": "silu",
     "layer_norm_type": "rms",
-    "rope": True,
     "alibi": False,
     "attention_layer_norm": False,
     "bias_for_layer_norm": False,
@@ -31,6 +33,22 @@ _FIXED = {
 }
 
 
+def _size(hf: Mapping[str, Any], *keys: str) -> int:
+    """The first of these keys that is set; a KeyError names the last."""
+    key = next((key for key in keys if hf.get(key) is not None), keys[-1])
+    value = hf[key]
+    if type(value) is not int or value < 1:
+        raise UserError(f"config.json: {key} = {value!r}; allowed: a positive integer")
+    return value
+
+
+def _token(hf: Mapping[str, Any], key: str, rows: int) -> int:
+    value = hf[key]
+    if type(value) is not int or not 0 <= value < rows:
+        raise UserError(f"config.json: {key} = {value!r}; allowed: 0 … {rows - 1}")
+    return value
+
+
 def read_config(hf: Mapping[str, Any]) -> Architecture:
     """Architecture of a LLaDA `config.json`.
 
@@ -42,34 +60,44 @@ def read_config(hf: Mapping[str, Any]) -> Architecture:
         if value != only and not (only is None and value is False):
             raise UserError(f"config.json: {key} = {value!r} is not the LLaDA architecture; allowed: {only!r}")
     try:
-        hidden, heads = hf["d_model"], hf["n_heads"]
-        if hidden % heads:
-            raise UserError(f"config.json: d_model = {hidden} is not divisible by n_heads = {heads}")
+        hidden, heads, kv_heads = _size(hf, "d_model"), _size(hf, "n_heads"), _size(hf, "n_kv_heads", "n_heads")
+        if hidden % (2 * heads):
+            raise UserError(f"config.json: d_model = {hidden} must be an even multiple of n_heads = {heads}")
+        if heads % kv_heads:
+            raise UserError(f"config.json: n_kv_heads = {kv_heads} must divide n_heads = {heads}")
+        rows = _size(hf, "embedding_size", "vocab_size")
         return Architecture(
-            layers=hf["n_layers"],
+            layers=_size(hf, "n_layers"),
             hidden=hidden,
             ffn=hf.get("mlp_hidden_size") or hf["mlp_ratio"] * hidden,
             heads=heads,
-            kv_heads=hf.get("n_kv_heads") or heads,
+            kv_heads=kv_heads,
             head_dim=hidden // heads,
-            vocab_rows=hf.get("embedding_size") or hf["vocab_size"],
+            vocab_rows=rows,
             norm_eps=hf.get("rms_norm_eps", 1e-5),
+            # Without RoPE (and ALiBi) the published code adds a learned table of positions, `wpe`.
+            positions="rope" if hf.get("rope", False) else "learned",
             rope_theta=hf.get("rope_theta", 10000.0),
             tied_head=hf.get("weight_tying", False),
             max_positions=hf.get("max_sequence_length", 1024),
-            mask_id=hf["mask_token_id"],
-            eos_id=hf["eos_token_id"],
-            pad_id=hf["pad_token_id"],
+            mask_id=_token(hf, "mask_token_id", rows),
+            eos_id=_token(hf, "eos_token_id", rows),
+            pad_id=_token(hf, "pad_token_id", rows),
             init_std=hf.get("init_std", 0.02),
         )
     except KeyError as missing:
         raise UserError(f"config.json: the key {missing.args[0]!r} is missing (LLaDA)") from None
+    except ValidationError as error:
+        raise UserError(f"config.json: {explain(error.errors()[0], Architecture)}") from None
 
 
 def tensor_maps(arch: Architecture) -> list[TensorMap]:
     """megatron-core parameter <-> Hugging Face tensors, every one, in export order."""
     root = "model.transformer"
     maps: list[TensorMap] = [Vocab("embedding.word_embeddings.weight", f"{root}.wte.weight")]
+    if arch.positions == "learned":
+        table = (arch.max_positions, arch.hidden)
+        maps.append(Plain("embedding.position_embeddings.weight", f"{root}.wpe.weight", table))
     for i in range(arch.layers):
         core, hf = f"decoder.layers.{i}", f"{root}.blocks.{i}"
         maps += [

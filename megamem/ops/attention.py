@@ -116,6 +116,8 @@ def _flash_forward(q_CLND: Tensor, k_CMGD: Tensor, v_CMGD: Tensor, causal: bool)
     q, k, v = (x.transpose(1, 2) for x in (q_CLND, k_CMGD, v_CMGD))
     if q.is_cpu:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    elif _has_flash_kernel(q):
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
     else:
         out, lse = _dense_forward(q, k, v, causal)
     return out.transpose(1, 2), lse.transpose(1, 2)
@@ -131,9 +133,20 @@ def _flash_backward(
         parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal
         )
+    elif _has_flash_kernel(q):
+        no_lengths, no_dropout = None, torch.zeros(2, dtype=torch.uint64, device=q.device)
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse.contiguous(), no_lengths, no_lengths, q.size(2), k.size(2), 0.0, causal,
+            no_dropout, no_dropout[0],
+        )  # fmt: skip
     else:
         parts = _dense_backward(grad, q, k, v, out, lse, causal)
     return tuple(x.transpose(1, 2) for x in parts)
+
+
+def _has_flash_kernel(q: Tensor) -> bool:
+    """On accelerators flash serves half precision and these head dims; the rest goes tile by tile through scores."""
+    return q.dtype in (torch.bfloat16, torch.float16) and q.size(-1) % 8 == 0 and q.size(-1) <= 256
 
 
 def _dense_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
@@ -147,7 +160,7 @@ def _dense_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 
 
 def _dense_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Tile by tile scores for devices whose flash kernel is not wired up yet; same contract as the flash call."""
+    """The flash call's contract by explicit scores of one tile, for what no flash kernel serves (fp32 on a GPU)."""
     score = _dense_scores(q, k, causal)
     lse = score.logsumexp(-1)
     out = torch.einsum("cgrlm,cgmd->cgrld", (score - lse[..., None]).exp(), v.to(score.dtype))

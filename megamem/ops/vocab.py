@@ -112,7 +112,7 @@ def sample_tokens(
         temperature: 0 is greedy.
         forbidden: token ids that may not be chosen.
     """
-    clean_PV = shard.mask_padding(logits_PV.double())
+    clean_PV = shard.mask_padding(logits_PV.to(torch.float64, copy=True))
     ids_V = torch.arange(shard.start, shard.start + shard.rows, device=logits_PV.device)
     score_PV = clean_PV
     if temperature > 0:

@@ -48,9 +48,12 @@ def resolve_device(name: DeviceName, local_rank: int) -> Device:
         local_rank: index of this process on its node, and so of its GPU.
 
     Raises:
-        UserError: CUDA was asked for and is absent, or there are more processes on the node than GPUs.
+        UserError: CUDA was asked for and is absent, the CPU was asked for beside a visible GPU, or there are more
+            processes on the node than GPUs.
     """
     has_cuda = torch.cuda.is_available()
+    if name == "cpu" and has_cuda:  # megatron-core's CPU patches must never meet a GPU
+        raise UserError("device = cpu, but a GPU is visible; hide it (CUDA_VISIBLE_DEVICES=''), or use auto or cuda")
     if name == "cpu" or (name == "auto" and not has_cuda):
         return Device(torch.device("cpu"), "gloo")
     if not has_cuda:
@@ -58,7 +61,7 @@ def resolve_device(name: DeviceName, local_rank: int) -> Device:
     if local_rank >= torch.cuda.device_count():
         raise UserError(
             f"local rank {local_rank} has no GPU: this node shows {torch.cuda.device_count()}; "
-            "start at most one process per GPU, or set device=cpu"
+            "start at most one process per GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES='')"
         )
     torch.cuda.set_device(local_rank)
     return Device(torch.device("cuda", local_rank), "nccl")

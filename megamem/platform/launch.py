@@ -67,7 +67,8 @@ def hush_dependencies() -> None:
     for module in ("megatron", "torch.distributed", "torch.nn.utils"):
         for category in (UserWarning, FutureWarning, DeprecationWarning):
             warnings.filterwarnings("ignore", category=category, module=module)
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    for message in ("The .grad attribute of a Tensor that is not a leaf", ".*deprecating ShardedTensor"):
+        warnings.filterwarnings("ignore", message=message)
 
 
 def discover_ranks(environ: Mapping[str, str]) -> Ranks:

@@ -52,4 +52,5 @@ def uniform_hash(row_key: Tensor, column: Tensor) -> Tensor:
         float64 `[P, V]`, 53 random bits each, never 0 or 1 (so that `log(-log(u))` is finite).
     """
     mixed = _mix(_mix(row_key)[:, None] + (column[None, :] + 1) * _GOLDEN)
-    return (_shift_right(mixed, 11).double() + 0.5) * 2.0**-53
+    # The largest of the 2^53 values would round up to 1.
+    return ((_shift_right(mixed, 11).double() + 0.5) * 2.0**-53).clamp_(max=1 - 2.0**-53)

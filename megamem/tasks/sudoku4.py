@@ -17,7 +17,7 @@ import csv
 import io
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal
 
@@ -61,8 +61,9 @@ class Sudoku4Options(TaskOptions):
     """Options of `Sudoku4`.
 
     Attributes:
-        style: `d1`, a prompt in words answered in `<answer>` tags; `cells`, 16 words such as `b3:2` (row b, column 3
-            holds 2; 0 is empty) answered by 16 digits between spaces and nothing else, for tiny models.
+        style: `d1`, a prompt in words answered in `<answer>` tags. For tiny models, answered by 16 digits between
+            spaces and nothing else: `digits`, the 16 digits of the puzzle (learned positions tell the cells apart);
+            `cells`, 16 words such as `b3:2`: row b, column 3 holds 2 (for RoPE, which does not).
         train_empty: fewest and most empty cells of a training puzzle; each number is equally likely.
         test_empty: the same for validation and generated test puzzles (validation predicts the test).
         train_size, valid_size: number of puzzles.
@@ -75,7 +76,7 @@ class Sudoku4Options(TaskOptions):
             `Sudoku4.report` counts both.
     """
 
-    style: Literal["d1", "cells"] = "d1"
+    style: Literal["d1", "cells", "digits"] = "d1"
     train_empty: tuple[int, int] = (8, 10)
     test_empty: tuple[int, int] = (8, 10)
     train_size: int = Field(4096, ge=1)
@@ -175,10 +176,20 @@ def cell_words(puzzle: str) -> str:
     return " ".join(f"{'abcd'[cell // 4]}{cell % 4 + 1}:{digit}" for cell, digit in enumerate(puzzle))
 
 
-def vocabulary() -> list[str]:
-    """All 84 words of style `cells`: `a1:0` to `d4:4`, cell by cell, then the response's `1` to `4`."""
+def vocabulary(style: Literal["cells", "digits"]) -> list[str]:
+    """All words of a style for tiny models: `0` to `4`; or `a1:0` to `d4:4`, cell by cell, then `1` to `4`."""
+    if style == "digits":
+        return list("01234")
     cells = itertools.product("abcd", "1234", "01234")
     return [f"{row}{column}:{digit}" for row, column, digit in cells] + list("1234")
+
+
+# What the user's turn says, by style.
+_PROMPTS: dict[str, Callable[[str], str]] = {
+    "d1": lambda puzzle: _PROMPT.format(puzzle=puzzle),
+    "cells": cell_words,
+    "digits": " ".join,
+}
 
 
 class Sudoku4(Task):
@@ -218,11 +229,10 @@ class Sudoku4(Task):
         return list(pairs.items())
 
     def _to_problems(self, split: Split, pairs: Sequence[tuple[str, str]]) -> list[Problem]:
-        style = self.options.style
         return [
             Problem(
                 key=f"{split}/{index}",
-                prompt=cell_words(puzzle) if style == "cells" else _PROMPT.format(puzzle=puzzle),
+                prompt=_PROMPTS[self.options.style](puzzle),
                 data={"puzzle": puzzle, "solution": solution},
             )
             for index, (puzzle, solution) in enumerate(pairs)
@@ -237,7 +247,7 @@ class Sudoku4(Task):
         `exact` compares all 16 cells, clues too, with the given solution. The part `valid` is 1 where the cells form
         any grid that keeps the clues: the two differ only for a file's puzzles that have several solutions.
         """
-        text = response if self.options.style == "cells" else last_answer(response)
+        text = last_answer(response) if self.options.style == "d1" else response
         if text is None:
             return Score(0.0, False, {"valid": 0.0})
         puzzle, solution = problem.data["puzzle"], problem.data["solution"]
@@ -252,7 +262,7 @@ class Sudoku4(Task):
 
     def answer(self, problem: Problem) -> str:
         solution = problem.data["solution"]
-        return " ".join(solution) if self.options.style == "cells" else _ANSWER.format(solution=solution)
+        return _ANSWER.format(solution=solution) if self.options.style == "d1" else " ".join(solution)
 
     def report(self) -> Mapping[str, Any]:
         """Sizes of the splits; with a file also how much of it training could have seen.

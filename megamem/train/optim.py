@@ -40,7 +40,7 @@ def _finalize(model: Sequence[nn.Module], num_tokens: Any = None, **kwargs: Any)
 def build_optimizer(ddp: DistributedDataParallel, config: OptimizerConfig, parallel: ParallelConfig):
     """megatron-core's mixed-precision Adam over the wrapped model; weight decay spares norms and biases."""
     dtype = ddp.config.params_dtype
-    return get_megatron_optimizer(
+    optimizer = get_megatron_optimizer(
         CoreOptimizerConfig(
             optimizer="adam",
             lr=config.lr,
@@ -56,6 +56,10 @@ def build_optimizer(ddp: DistributedDataParallel, config: OptimizerConfig, paral
         ),
         [ddp],
     )
+    # megatron-core leaves applying its `wd_mult` (0 for norms and biases) to its training loop's scheduler.
+    for group in optimizer.param_groups:
+        group["weight_decay"] = config.weight_decay * group.get("wd_mult", 1.0)
+    return optimizer
 
 
 def learning_rate(config: OptimizerConfig, update: int, total: int) -> float:

@@ -30,7 +30,7 @@ from megamem.tasks.sudoku4 import Sudoku4
 from megamem.tasks.tokenizer import load_tokenizer, train_word_sentencepiece
 
 CPU = Device(torch.device("cpu"), "gloo")
-_COLLECTIVE_TIMEOUT = 100.0  # seconds; a hanging collective must fail before `run_ranks` gives up
+_COLLECTIVE_TIMEOUT = 200.0  # seconds; also bounds the wait of one process for another that runs other cases
 # Imported once by the fork server and inherited by every process: importing megatron-core takes 10 s of a core.
 _PRELOAD = ["megatron.core.optimizer", "megatron.core.dist_checkpointing", "transformers", "megamem.train.loop"]
 
@@ -112,7 +112,9 @@ class Cases:
             return
         waiting = list(cases)
         try:
-            with process_grid(self._ranks, grid, f"grid_{zlib.crc32(' '.join([str(grid), *waiting]).encode())}") as groups:
+            with process_grid(
+                self._ranks, grid, f"grid_{zlib.crc32(' '.join([str(grid), *waiting]).encode())}"
+            ) as groups:
                 while waiting:
                     started = time.monotonic()
                     function, args = cases[waiting[0]]
@@ -121,7 +123,9 @@ class Cases:
                     self.results[waiting[0]] = result
                     self.seconds[waiting.pop(0)] = time.monotonic() - started
         except Exception:
-            told = f"rank {self._ranks.rank} in {waiting[0] if waiting else 'leaving the grid'}: {traceback.format_exc()}"
+            told = (
+                f"rank {self._ranks.rank} in {waiting[0] if waiting else 'leaving the grid'}: {traceback.format_exc()}"
+            )
             self.errors.update(dict.fromkeys(waiting, told))
 
 
@@ -140,10 +144,10 @@ def process_grid(ranks: Ranks, grid: Grid, name: str):
 class Outcome:
     """What a job of `Cases` brought back: results of the first process, errors of all."""
 
-    def __init__(self, parts: list[tuple[dict[str, Any], dict[str, str]]]):
-        self._results = parts[0][0]
+    def __init__(self, parts: list[tuple[dict[str, Any], dict[str, str], dict[str, float]]]):
+        self._results, _, self.seconds = parts[0]
         self._errors: dict[str, list[str]] = {}
-        for _, errors in parts:
+        for _, errors, _ in parts:
             for name, text in errors.items():
                 self._errors.setdefault(name, []).append(text)
 
@@ -171,7 +175,7 @@ def tiny_model(folder: Path, **overrides: Any) -> Path:
     Weights are wide (std 0.15) so that attention is far from uniform and an error in it shows.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    train_word_sentencepiece(sudoku4.vocabulary(), folder / "tokenizer.model")
+    train_word_sentencepiece(sudoku4.vocabulary("cells"), folder / "tokenizer.model")
     tokenizer = load_tokenizer(folder)
     hf_config = {
         "model_type": "llada",
@@ -308,6 +312,7 @@ class PlainAdam:
         for parameter in self._parameters:
             parameter.grad = parameter.main_grad * factor
         self._adam.step()
+        self._adam.zero_grad()  # the next backward would add to it
         return norm
 
 

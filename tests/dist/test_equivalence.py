@@ -10,7 +10,18 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from harness import (
+
+from megamem.convert.source import RandomSource
+from megamem.convert.weights import load_weights
+from megamem.objectives.reduction import sample_weights
+from megamem.platform.rng import generator
+from megamem.rollout.rollout import Request
+from megamem.rollout.sampler import sample
+from megamem.train.draws import DrawRows
+from megamem.train.step import _drop_silent, learn_from_answers, learn_from_rollouts, make_updates, train_step
+from megamem.train.update import Update, backward
+from tests.dist.harness import (
+    Altered,
     Cases,
     Grid,
     Outcome,
@@ -24,35 +35,28 @@ from harness import (
     tiny_config,
     tiny_model,
 )
-
-from megamem.convert.source import RandomSource
-from megamem.convert.weights import load_weights
-from megamem.objectives.reduction import sample_weights
-from megamem.platform.rng import generator
-from megamem.rollout.rollout import Request
-from megamem.rollout.sampler import sample
-from megamem.train.draws import DrawRows
-from megamem.train.step import _drop_silent, learn_from_answers, learn_from_rollouts, make_updates, train_step
-from megamem.train.update import Update, backward
+from tests.tol import assert_floor
 
 STEPS = 20
 # DESIGN section 6: fp64 over layouts. Sums are split over ranks and so added in another order: 1e-16 times the
 # condition of a sum, far below 1e-9; a wrong factor, a lost or doubled term is above 1e-3.
 GRADIENT = 1e-9
-# DESIGN section 7, FLOOR: the error against fp64 may be 1.5 times the error of one process in fp32.
-FLOOR = 1.5
+# Errors without a common direction: their mean over N entries has a standard deviation of rms / sqrt(N); 4 of those.
+# (Measured: below 1.) A drift, such as a learning rate that is a little off, adds up instead.
+DRIFT = 4.0
 
 ONE = Grid()
 GRIDS = [
     Grid(tensor=2, pipeline=2),
     Grid(tensor=2, data=2, sequence=True),
-    Grid(pipeline=2, data=2),
     Grid(tensor=2),
     Grid(tensor=2, sequence=True),
     Grid(pipeline=2),
     Grid(data=2),
 ]
-TWO = [grid for grid in GRIDS if grid.world == 2]
+FOR_TRAINING = [ONE, *(grid for grid in GRIDS if grid.world == 2)]
+FOR_SAMPLING = [*FOR_TRAINING, Grid(tensor=2, data=2, sequence=True)]
+FOR_VARIANTS = [ONE, Grid(tensor=2, sequence=True), Grid(pipeline=2), Grid(data=2)]
 
 OBJECTIVES = {
     "bgpo": ("train.updates=2",),
@@ -70,6 +74,7 @@ VARIANTS = {
     "group mean": ((*_EOS, "objective.reduction=group"), (*_EOS, "objective.reduction=group")),
     "length norm": ((*_EOS, "objective.length_norm=true"), (*_EOS, "objective.length_norm=true")),
 }
+OTHER_ROWS = "train, recompute and short rows"
 DECODINGS = {
     "low_confidence": {},
     "random": {"remasking": "random"},
@@ -94,37 +99,39 @@ def parallel(grid: Grid) -> list[str]:
 
 
 def job(ranks, folder):
-    models = {name: folder / name for name in ("untied", "tied")}
     cases = Cases(ranks)
-    cases.run("record", ONE, train, models["untied"], folder / "recorded", [f"rollout.record={folder}/rollouts"])
-    replay = [f"rollout.replay={folder}/rollouts"]
-
-    def gradient(name, grid, *settings, model="untied"):
-        out = folder / "gradients" / f"{name}{grid}"
-        cases.run(f"{name} {grid}", grid, gradients, models[model], out, [*replay, *parallel(grid), *settings])
-
+    untied, replay = folder / "untied", [f"rollout.replay={folder}/rollouts"]
+    cases.run(ONE, {"record": (train, (untied, folder / "record", [f"rollout.record={folder}/rollouts"]))})
     for grid in [ONE, *GRIDS]:
-        for name, settings in OBJECTIVES.items():
-            gradient(name, grid, *settings)
-        gradient("tied head", grid, model="tied")
-    for name, (settings, reference) in VARIANTS.items():
-        gradient(f"reference of {name}", ONE, *reference)
-        for grid in [ONE, Grid(tensor=2, sequence=True), Grid(pipeline=2), Grid(data=2)]:
-            gradient(name, grid, *settings)
-    cases.run("uneven shares", Grid(data=2), uneven_gradients, models["untied"], folder / "uneven", replay)
+        cases.run(grid, {f"{name} {grid}": case for name, case in cases_of(grid, folder, replay)})
+    return cases.results, cases.errors, cases.seconds
 
-    cases.run("fp64", ONE, train_in_fp64, models["untied"], folder / "fp64", replay)
-    cases.run("plain", ONE, train, models["untied"], folder / "plain", replay)
-    for grid in GRIDS:
-        cases.run(f"train {grid}", grid, train, models["untied"], folder / f"t{grid}", [*replay, *parallel(grid)])
-    other = [*replay, "train.recompute=full", "train.row_tokens=64"]
-    cases.run("train recompute, short rows", ONE, train, models["untied"], folder / "other", other)
 
-    for grid in [ONE, *GRIDS]:
-        cases.run(f"sample {grid}", grid, responses, models["untied"], folder / f"s{grid}", parallel(grid), 256)
-    cases.run("sample short rows", ONE, responses, models["untied"], folder / "short", [], 40)
-    cases.run("sample subset", ONE, responses, models["untied"], folder / "subset", [], 256, 3)
-    return cases.results, cases.errors
+def cases_of(grid, folder, replay):
+    """(name, case) of everything that one layout computes."""
+    untied, out = folder / "untied", folder / "runs" / str(grid)
+    settings = [*replay, *parallel(grid)]
+    for name, changes in OBJECTIVES.items():
+        yield name, (gradients, (untied, out / name, [*settings, *changes]))
+    yield "tied head", (gradients, (folder / "tied", out / "tied", settings))
+    if grid in FOR_VARIANTS:
+        for name, (changes, reference) in VARIANTS.items():
+            yield name, (gradients, (untied, out / name, [*settings, *changes]))
+            if grid == ONE:
+                yield f"reference of {name}", (gradients, (untied, out / f"ref {name}", [*settings, *reference]))
+    if grid == Grid(data=2):
+        yield "uneven shares", (uneven_gradients, (untied, out / "uneven", settings))
+    if grid in FOR_TRAINING:
+        yield "train", (train, (untied, out / "train", settings))
+    if grid in FOR_SAMPLING:
+        yield "sample", (responses, (untied, out / "sample", parallel(grid), 256))
+    if grid == ONE:
+        yield "first weights", (first_weights, (untied, out / "first"))
+        yield "train in fp64", (train_in_fp64, (untied, out / "fp64", settings))
+        other = [*settings, "train.recompute=full", "train.row_tokens=96"]
+        yield OTHER_ROWS, (train, (untied, out / "other", other))
+        yield "sample, short rows", (responses, (untied, out / "short", [], 64))
+        yield "sample, subset", (responses, (untied, out / "subset", [], 256, 3))
 
 
 def train(groups, model, out, settings):
@@ -133,6 +140,10 @@ def train(groups, model, out, settings):
     metrics = [train_step(run, step) for step in range(STEPS)]
     kept = ("reward", "elbo", "grad_norm", "loss")
     return {"weights": exported(run), "metrics": [{name: m[name] for name in kept} for m in metrics]}
+
+
+def first_weights(groups, model, out):
+    return exported(build(tiny_config(model, out), groups))
 
 
 def train_in_fp64(groups, model, out, settings):
@@ -168,8 +179,6 @@ def move(run):
         noise = torch.randn(tensor.shape, generator=generator(7, "move", name), dtype=torch.float64)
         return tensor + 0.01 * noise
 
-    from harness import Altered
-
     source = Altered(RandomSource(maps, folder.arch, run.prepared.config.seed), shifted)
     load_weights(run.model, maps, folder.arch, source, run.groups)
 
@@ -202,13 +211,14 @@ def responses(groups, model, out, settings, row_tokens, every=1):
     def eager_to_end(name, tensor):  # the EOS row of the output matrix: large, so that EOS is sampled often
         if name.endswith("transformer.ff_out.weight"):
             tensor = tensor.clone()
-            tensor[1] *= 4
+            tensor[1] *= 8
         return tensor
 
     run = build(config, groups, eager_to_end)
     assert run.prepared.model.arch.eos_id == 1
-    requests = [Request(p.problem.key, i, p.ids) for p in run.prompts[:6] for i in range(4)][::every]
-    base = dataclasses.replace(run.decoding(3, training=True), row_tokens=row_tokens)
+    requests = [Request(p.problem.key, i, p.ids) for p in run.prompts[:4] for i in range(4)][::every]
+    base = run.decoding(3, training=True)
+    base = dataclasses.replace(base, row_tokens=row_tokens, block_length=4, steps=8)
     found = {}
     for name, changes in DECODINGS.items():
         decoding = dataclasses.replace(base, **changes)
@@ -249,7 +259,7 @@ def test_off_policy_cases_are_off_policy(outcome, name):
     assert abs(outcome[f"{name} {ONE}"]["ratio"]) > 1e-2
 
 
-@pytest.mark.parametrize("grid", [ONE, Grid(tensor=2, sequence=True), Grid(pipeline=2), Grid(data=2)], ids=str)
+@pytest.mark.parametrize("grid", FOR_VARIANTS, ids=str)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_gradient_does_not_depend_on_rows_and_recompute(outcome, name, grid):
     assert_same_gradient(outcome[f"{name} {grid}"], outcome[f"reference of {name} {ONE}"])
@@ -261,36 +271,46 @@ def test_row_lengths_do_differ(outcome):
 
 
 def test_uneven_data_parallel_shares_give_the_same_gradient(outcome):
-    assert_same_gradient(outcome["uneven shares"], outcome[f"token mean {ONE}"])
+    assert_same_gradient(outcome[f"uneven shares {Grid(data=2)}"], outcome[f"token mean {ONE}"])
 
 
 def test_replaying_the_recorded_rollouts_repeats_the_run(outcome):
-    recorded, replayed = outcome["record"], outcome["plain"]
+    recorded, replayed = outcome["record"], outcome[f"train {ONE}"]
     assert recorded["metrics"] == replayed["metrics"]
     assert all(torch.equal(recorded["weights"][name], w) for name, w in replayed["weights"].items())
 
 
-@pytest.mark.parametrize("case", [*(f"train {grid}" for grid in GRIDS), "train recompute, short rows"])
+@pytest.mark.parametrize("case", [*(f"train {grid}" for grid in FOR_TRAINING[1:]), f"{OTHER_ROWS} {ONE}"])
 def test_parameters_after_twenty_steps_stay_at_the_noise_floor(outcome, case):
-    reference = outcome["fp64"]["weights"]
-    floor = distance(outcome["plain"]["weights"], reference)
-    error = distance(outcome[case]["weights"], reference)
-    assert error.norm() <= FLOOR * floor.norm()
+    truth, trusted = outcome[f"train in fp64 {ONE}"]["weights"], outcome[f"train {ONE}"]["weights"]
+    found = outcome[case]["weights"]
+    assert found.keys() == trusted.keys() == truth.keys()
+    for name in truth:
+        assert_floor(found[name], trusted[name], truth[name], name)
+    for error in (distance(found, truth), distance(found, trusted)):
+        assert abs(error.mean()) <= DRIFT * error.square().mean().sqrt() / error.numel() ** 0.5
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_training_has_moved_every_parameter(outcome):
+    # So that the floor above is not that of a run that stands still.
+    before, after = outcome[f"first weights {ONE}"], outcome[f"train {ONE}"]["weights"]
+    for name, weight in after.items():
+        assert relative(weight, before[name]) > 1e-3, name
+
+
+@pytest.mark.parametrize("grid", FOR_SAMPLING[1:], ids=str)
 def test_sampling_does_not_depend_on_the_layout(outcome, grid):
     assert outcome[f"sample {grid}"] == outcome[f"sample {ONE}"]
 
 
 def test_sampling_does_not_depend_on_packing(outcome):
-    assert outcome["sample short rows"] == outcome[f"sample {ONE}"]
+    assert outcome[f"sample, short rows {ONE}"] == outcome[f"sample {ONE}"]
 
 
 def test_sampling_of_a_subset_gives_the_same_responses(outcome):
-    everything, subset = outcome[f"sample {ONE}"], outcome["sample subset"]
+    everything, subset = outcome[f"sample {ONE}"], outcome[f"sample, subset {ONE}"]
     for name, found in subset.items():
-        assert len(found) == 8
+        assert 0 < len(found) < len(everything[name])
         assert found.items() <= everything[name].items()
 
 
@@ -304,7 +324,7 @@ def test_eos_rules_are_kept(outcome):
     everything, eos = outcome[f"sample {ONE}"], 1
 
     def early(name):
-        """Responses whose first block of eight ends in EOS."""
+        """Responses whose second block of four ends in EOS."""
         return [r for r in everything[name].values() if r[7] == eos]
 
     assert not any(eos in r for r in everything["eos forbidden"].values())

@@ -7,8 +7,18 @@ import torch
 
 from megamem.layout.dense import dense_mask
 from megamem.layout.layout import (
-    CAUSAL, FULL, Edge, Kind, Layout, Relation, Segment, block, prefix_lm, rows, strict_block,
-)  # fmt: skip
+    CAUSAL,
+    FULL,
+    Edge,
+    Kind,
+    Layout,
+    Relation,
+    Segment,
+    block,
+    prefix_lm,
+    rows,
+    strict_block,
+)
 from megamem.layout.packing import SEQUENCE_LAYOUTS, RowShape, pack
 from tests.helpers import random_layout
 

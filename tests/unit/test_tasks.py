@@ -168,7 +168,7 @@ def test_sudoku_generated_puzzles(empty: tuple[int, int]) -> None:
 
 def test_sudoku_cells_style() -> None:
     task = load_task("sudoku4", {**SMALL, "style": "cells"})
-    words = sudoku4.vocabulary()
+    words = sudoku4.vocabulary("cells")
     assert len(set(words)) == 84
     for problem in task.problems("test"):
         prompt = problem.prompt.split(" ")
@@ -510,7 +510,7 @@ def test_megabyte_within_a_second(request: pytest.FixtureRequest, name: str, tex
     ("name", "options", "expected"),
     [
         ("sudoku4", {"sytle": "d1"}, "task.options.sytle: no such option; allowed: style, train_empty"),
-        ("sudoku4", {"style": "d2"}, "task.options.style: 'd2' is not allowed: Input should be 'd1' or 'cells'"),
+        ("sudoku4", {"style": "d2"}, "task.options.style: 'd2' is not allowed: Input should be 'd1', 'cells' or 'dig"),
         ("sudoku4", {"train_empty": [8, 13]}, "task.options.train_empty: [8, 13] is not allowed: two numbers"),
         ("sudoku4", {"train_empty": [8, 7]}, "task.options.train_empty"),
         ("sudoku4", {"train_empty": 8}, "task.options.train_empty: 8 is not allowed"),

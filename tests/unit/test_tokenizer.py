@@ -66,7 +66,7 @@ def make_folder(folder: Path, template: str | None = ALWAYS_HEADER, config: obje
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     path = tmp_path_factory.mktemp("words") / "deep" / "tokenizer.model"
-    train_word_sentencepiece(sudoku4.vocabulary(), path)
+    train_word_sentencepiece(sudoku4.vocabulary("cells"), path)
     return load_tokenizer(path)
 
 
@@ -194,7 +194,7 @@ def test_no_such_tokenizer(tmp_path: Path) -> None:
 
 
 def test_words(words: Tokenizer) -> None:
-    vocabulary = sudoku4.vocabulary()
+    vocabulary = sudoku4.vocabulary("cells")
     assert words.vocab_size == 87
     assert (words.eos_id, words.pad_id, words.mask_id, words.chat) == (1, 1, 2, False)
     assert words.encode(" ".join(vocabulary)) == list(range(3, 87))
