@@ -109,7 +109,16 @@ def save_checkpoint(
         problem = _attempt(lambda: _prepare(temporary, info, hf_folder, config))
     _raise_together(problem, temporary, groups)
     state = _sharded_state(model, optimizer, is_loading=False)
-    problem = _attempt(lambda: dist_checkpointing.save(state, str(temporary / "weights")))
+    problem = _attempt(
+        lambda: dist_checkpointing.save(
+            state,
+            str(temporary / "weights"),
+            # Optimizer facts live on some ranks only, by design; without this a warning says so at every save.
+            preprocess_common_before_consistancy_check=lambda common: {
+                key: value for key, value in common.items() if key != "optimizer"
+            },
+        )
+    )
     _raise_together(problem, temporary, groups)
     if groups.is_main:
         problem = _attempt(lambda: _publish(temporary, folder))
