@@ -54,6 +54,7 @@ def llada_config(**changes: Any) -> dict[str, Any]:
         "embedding_size": 97,
         "max_sequence_length": 64,
         "rms_norm_eps": 1e-5,
+        "rope": True,
         "rope_theta": 10000.0,
         "weight_tying": False,
         "mask_token_id": 96,

@@ -6,7 +6,8 @@ scores. Forward merges the (out, lse) pairs of a query. Backward calls each part
 output each partition yields exactly its columns' share of dK, dV and its part of dQ. Never differentiate the merge
 itself: the lse has no gradient in torch, and the result would be silently wrong.
 
-Shapes: S tokens of the row, N query heads, G key/value heads (N a multiple of G), D head dim, C tiles of a call.
+Shapes: S tokens of the row, Q queries of a plan, N query heads, G key/value heads (N a multiple of G), D head dim,
+C tiles of a call.
 """
 
 import math
@@ -39,14 +40,13 @@ def attend(q_SND: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> Tenso
         `[S, N, D]`, contiguous. Merges and gradient sums are at least fp32.
     """
     plan = plan_attention(layout)
-    assert q_SND.size(0) == k_SGD.size(0) == plan.length, (q_SND.shape, k_SGD.shape, plan.length)
     return _Attend.apply(q_SND, k_SGD, v_SGD, plan)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_SND: Tensor, k_SGD: Tensor, v_SGD: Tensor, plan: Plan) -> Tensor:
-        out_SND, lse_SN = _merged_forward(q_SND, k_SGD, v_SGD, plan)
+        out_SND, lse_SN = attention_forward(q_SND, k_SGD, v_SGD, plan)
         ctx.save_for_backward(q_SND, k_SGD, v_SGD, out_SND, lse_SN)
         ctx.plan = plan
         return out_SND
@@ -54,29 +54,27 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_SND: Tensor):
         q_SND, k_SGD, v_SGD, out_SND, lse_SN = ctx.saved_tensors
-        wide = _accumulator_dtype(q_SND.dtype)
-        dq_SND, dk_SGD, dv_SGD = (torch.zeros_like(x, dtype=wide) for x in (q_SND, k_SGD, v_SGD))
-        for call in ctx.plan.calls:
-            parts = _flash_backward(
-                _queries(grad_SND, call), _queries(q_SND, call), _keys(k_SGD, call), _keys(v_SGD, call),
-                _queries(out_SND, call), _queries(lse_SN, call), call.first.causal,
-            )  # fmt: skip
-            for total, part, tiles in zip((dq_SND, dk_SGD, dv_SGD), parts, (_queries, _keys, _keys), strict=True):
-                tiles(total, call).add_(part)
-        return dq_SND.to(q_SND.dtype), dk_SGD.to(k_SGD.dtype), dv_SGD.to(v_SGD.dtype), None
+        dk_SGD, dv_SGD = key_gradients(k_SGD), key_gradients(v_SGD)
+        dq_SND = attention_backward(grad_SND, q_SND, k_SGD, v_SGD, out_SND, lse_SN, ctx.plan, dk_SGD, dv_SGD)
+        return dq_SND, dk_SGD.to(k_SGD.dtype), dv_SGD.to(v_SGD.dtype), None
 
 
-def _merged_forward(q_SND: Tensor, k_SGD: Tensor, v_SGD: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Output `[S, N, D]` in q's dtype and lse `[S, N]`, merged over calls in at least fp32."""
-    wide = _accumulator_dtype(q_SND.dtype)
-    shape = (q_SND.size(0), q_SND.size(1), v_SGD.size(2))
-    lse_SN = torch.full(shape[:2], -math.inf, dtype=wide, device=q_SND.device)
-    out_SND = torch.zeros(shape, dtype=wide if plan.merge else q_SND.dtype, device=q_SND.device)
+def attention_forward(q_QND: Tensor, k_SGD: Tensor, v_SGD: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Attention of the plan's Q queries over the row's keys, without autograd.
+
+    Returns:
+        Output `[Q, N, D]` in q's dtype and natural-log lse `[Q, N]`, merged over calls in at least fp32.
+    """
+    assert q_QND.size(0) == plan.queries and k_SGD.size(0) == plan.keys, (q_QND.shape, k_SGD.shape, plan)
+    wide = _accumulator_dtype(q_QND.dtype)
+    shape = (q_QND.size(0), q_QND.size(1), v_SGD.size(2))
+    lse_QN = torch.full(shape[:2], -math.inf, dtype=wide, device=q_QND.device)
+    out_QND = torch.zeros(shape, dtype=wide if plan.merge else q_QND.dtype, device=q_QND.device)
     for call in plan.calls:
         part_CLND, part_lse_CLN = _flash_forward(
-            _queries(q_SND, call), _keys(k_SGD, call), _keys(v_SGD, call), call.first.causal
+            _queries(q_QND, call), _keys(k_SGD, call), _keys(v_SGD, call), call.first.causal
         )
-        out_CLND, lse_CLN = _queries(out_SND, call), _queries(lse_SN, call)
+        out_CLND, lse_CLN = _queries(out_QND, call), _queries(lse_QN, call)
         if not plan.merge:
             out_CLND.copy_(part_CLND)
             lse_CLN.copy_(part_lse_CLN)
@@ -85,7 +83,41 @@ def _merged_forward(q_SND: Tensor, k_SGD: Tensor, v_SGD: Tensor, plan: Plan) -> 
         out_CLND.mul_((lse_CLN - merged_CLN).exp()[..., None])
         out_CLND.add_(part_CLND * (part_lse_CLN - merged_CLN).exp()[..., None])
         lse_CLN.copy_(merged_CLN)
-    return out_SND.to(q_SND.dtype), lse_SN
+    return out_QND.to(q_QND.dtype), lse_QN
+
+
+def key_gradients(x_SGD: Tensor) -> Tensor:
+    """A zero accumulator for the gradient of keys or values: at least fp32, since many chunks add to it."""
+    return torch.zeros_like(x_SGD, dtype=_accumulator_dtype(x_SGD.dtype), memory_format=torch.contiguous_format)
+
+
+def attention_backward(
+    grad_QND: Tensor,
+    q_QND: Tensor,
+    k_SGD: Tensor,
+    v_SGD: Tensor,
+    out_QND: Tensor,
+    lse_QN: Tensor,
+    plan: Plan,
+    dk_SGD: Tensor,
+    dv_SGD: Tensor,
+) -> Tensor:
+    """Backward of `attention_forward` from its merged output and lse.
+
+    Adds to `dk_SGD` and `dv_SGD` (from `key_gradients`) in place, so that chunks of queries share them.
+
+    Returns:
+        The queries' gradient `[Q, N, D]` in their dtype.
+    """
+    dq_QND = torch.zeros_like(q_QND, dtype=_accumulator_dtype(q_QND.dtype), memory_format=torch.contiguous_format)
+    for call in plan.calls:
+        parts = _flash_backward(
+            _queries(grad_QND, call), _queries(q_QND, call), _keys(k_SGD, call), _keys(v_SGD, call),
+            _queries(out_QND, call), _queries(lse_QN, call), call.first.causal,
+        )  # fmt: skip
+        for total, part, tiles in zip((dq_QND, dk_SGD, dv_SGD), parts, (_queries, _keys, _keys), strict=True):
+            tiles(total, call).add_(part)
+    return dq_QND.to(q_QND.dtype)
 
 
 def _accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

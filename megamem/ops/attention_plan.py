@@ -8,6 +8,7 @@ causal triangle. Tiles of one shape at one spacing become one batched `Call`.
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 from megamem.layout.layout import Kind, Layout, Relation, Segment
 
@@ -35,9 +36,16 @@ class Call:
 
 @dataclass(frozen=True)
 class Plan:
-    """All calls of a row. `merge` says that some query meets more than one call and results merge by log-sum-exp."""
+    """All calls of a range of queries (a whole row, or a chunk of it) over the row's keys.
 
-    length: int
+    Attributes:
+        queries: number of queries; `Call.first.q` counts from the first of them.
+        keys: tokens of the row.
+        merge: some query meets more than one call, so results merge by log-sum-exp.
+    """
+
+    queries: int
+    keys: int
     calls: tuple[Call, ...]
     merge: bool
 
@@ -122,18 +130,49 @@ def _batch(tiles: list[Tile]) -> list[Call]:
     return calls
 
 
+def _restrict(tile: Tile, start: int, stop: int) -> list[Tile]:
+    """The part of a tile whose queries lie in `[start, stop)`, with queries counted from `start`.
+
+    Rows of a causal square see a rectangle (the keys before them) and a smaller square.
+    """
+    first, last = max(tile.q, start), min(tile.q + tile.q_len, stop)
+    if first >= last:
+        return []
+    if not tile.causal:
+        return [Tile(first - start, last - first, tile.k, tile.k_len, False)]
+    before, rows = first - tile.q, last - first
+    square = Tile(first - start, rows, tile.k + before, rows, True)
+    return [Tile(first - start, rows, tile.k, before, False), square] if before else [square]
+
+
+def _coverage(tiles: list[Tile], queries: int) -> list[int]:
+    """How many tiles each query meets."""
+    steps = [0] * (queries + 1)
+    for tile in tiles:
+        steps[tile.q] += 1
+        steps[tile.q + tile.q_len] -= 1
+    return list(accumulate(steps[:-1]))
+
+
 @lru_cache(maxsize=4096)
-def plan_attention(layout: Layout) -> Plan:
-    """The flash calls of a layout.
+def plan_attention(layout: Layout, start: int = 0, stop: int | None = None) -> Plan:
+    """The flash calls of the queries `[start, stop)` of a layout (all of them by default) over all its keys.
 
     Raises:
-        ValueError: a token of the row sees nothing (its output would be undefined).
+        ValueError: one of these tokens sees nothing (its output would be undefined).
     """
-    tiles = _join_adjacent_keys(_tiles(layout))
-    covered = [0] * layout.length
-    for tile in tiles:
-        for i in range(tile.q, tile.q + tile.q_len):
-            covered[i] += 1
+    stop = layout.length if stop is None else stop
+    tiles = _join_adjacent_keys([part for tile in _tiles(layout) for part in _restrict(tile, start, stop)])
+    covered = _coverage(tiles, stop - start)
     if 0 in covered:
-        raise ValueError(f"token {covered.index(0)} of the row sees no token")
-    return Plan(layout.length, tuple(_batch(tiles)), merge=max(covered) > 1)
+        raise ValueError(f"token {start + covered.index(0)} of the row sees no token")
+    return Plan(stop - start, layout.length, tuple(_batch(tiles)), merge=max(covered) > 1)
+
+
+def keys_seen(plan: Plan) -> list[tuple[int, int]]:
+    """Key ranges `[first, last)` that the queries of a plan see, one per tile."""
+    return [
+        (c.first.k + i * c.k_stride, c.first.k + i * c.k_stride + c.first.k_len)
+        for c in plan.calls
+        for i in range(c.count)
+    ]

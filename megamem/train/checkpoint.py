@@ -13,10 +13,12 @@ moment leaves the last good one. It can be loaded at any tensor x pipeline x dat
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from torch import nn
@@ -132,8 +134,29 @@ def load_model(folder: Path, model: nn.Module) -> None:
 
 def load_training(folder: Path, model: nn.Module, optimizer: Any) -> None:
     """Load weights and optimizer state."""
+    _allocate_torch_adam(optimizer)
     state = _load(folder, _sharded_state(model, optimizer, is_loading=True), model)
     optimizer.load_state_dict(state["optimizer"])
+    for state in _torch_adam_states(optimizer):
+        # megatron-core hands one step tensor to all parameters; torch counts in place, so each needs its own.
+        state["step"] = state["step"].clone()
+
+
+def _torch_adam_states(optimizer: Any) -> Iterator[dict[str, Any]]:
+    """The state of every parameter where torch's Adam is the optimizer (no Transformer Engine, no apex)."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            for group in part.optimizer.param_groups:
+                for parameter in group["params"]:
+                    yield part.optimizer.state[parameter]
+
+
+def _allocate_torch_adam(optimizer: Any) -> None:
+    """Torch's Adam makes its state in its first step; megatron-core asks for the count of it before it loads one."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        part.init_state_fn(part.optimizer, part.config)
+    for state in _torch_adam_states(optimizer):
+        state.setdefault("step", torch.zeros(()))
 
 
 def prune_checkpoints(run: Path, keep: int) -> None:

@@ -95,6 +95,8 @@ def plain_llada(weights: dict[str, Tensor], config: dict, ids_L: Tensor) -> Tens
         return x @ weights[f"{name}.weight"].T
 
     def rope(x_LND):
+        if not config["rope"]:
+            return x_LND
         place = torch.arange(len(ids_L), dtype=x_LND.dtype, device=x_LND.device)
         frequency = config["rope_theta"] ** -(torch.arange(0, dim, 2, dtype=x_LND.dtype, device=x_LND.device) / dim)
         angle = torch.cat([place[:, None] * frequency] * 2, -1)[:, None]
@@ -102,6 +104,8 @@ def plain_llada(weights: dict[str, Tensor], config: dict, ids_L: Tensor) -> Tens
         return x_LND * angle.cos() + torch.cat([-second, first], -1) * angle.sin()
 
     x_LH = weights["model.transformer.wte.weight"][ids_L]
+    if not config["rope"]:
+        x_LH = x_LH + weights["model.transformer.wpe.weight"][: len(ids_L)]
     for i in range(config["n_layers"]):
         block = f"model.transformer.blocks.{i}"
         h = norm(x_LH, f"{block}.attn_norm")
@@ -123,6 +127,7 @@ CONFIGS = {
     "mqa": llada_config(n_kv_heads=1),
     "vocab_is_not_rows": llada_config(embedding_size=131),
     "tied_head": llada_config(weight_tying=True, n_kv_heads=1),
+    "learned_positions": llada_config(rope=False),
     "one_layer_wide": llada_config(n_layers=1, d_model=40, mlp_hidden_size=131, rope_theta=500000.0, rms_norm_eps=0.3),
 }
 each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -211,14 +216,15 @@ def test_log_prob_head(config, groups):
         assert_algebra(gradient, weights[name].grad, name)
 
 
-def test_positions_come_from_the_layout(groups):
+@pytest.mark.parametrize("name", ["gqa", "learned_positions"])
+def test_positions_come_from_the_layout(groups, name):
     """`[P | A | B]` with both suffixes at the positions after P: each is what it is in a row `[P | own]`.
 
-    (Packed rows alone would not tell: RoPE is relative, and theirs are shifted as a whole.)
+    (Packed rows alone would not tell under RoPE: it is relative, and theirs are shifted as a whole.)
     """
-    _, _, model, _ = built(CONFIGS["gqa"], groups)
+    _, _, model, _ = built(CONFIGS[name], groups)
     device = groups.device.torch
-    ids_S = random_ids(CONFIGS["gqa"], device)[:12]
+    ids_S = random_ids(CONFIGS[name], device)[:12]
     prompt, a, b = Segment(0, 5), Segment(5, 4, 5), Segment(9, 3, 5)
     edges = [Edge(i, i, FULL) for i in range(3)] + [Edge(1, 0, FULL), Edge(2, 0, FULL)]
 
@@ -239,7 +245,7 @@ def test_positions_come_from_the_layout(groups):
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("name", ["gqa", "vocab_is_not_rows", "tied_head"])
+@pytest.mark.parametrize("name", ["gqa", "vocab_is_not_rows", "tied_head", "learned_positions"])
 def test_import_and_export_are_bit_equal(tmp_path, groups, name, dtype):
     """fp16 goes through a fp32 model, as `convert` does."""
     config = CONFIGS[name]

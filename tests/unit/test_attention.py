@@ -172,7 +172,7 @@ def test_strided_inputs_and_gradient(name):
 
 
 @each_layout
-def test_tiles_for_devices_without_flash(layout, monkeypatch):
+def test_tiles_without_flash(layout, monkeypatch):
     """The `_dense_*` tiles keep the contract of the flash calls: merged forward and backward agree."""
     qkv = random_qkv(layout.length, 6, 2, 5)
     flash = value_and_gradients(lambda *x: attend(*x, layout), *qkv)
@@ -297,10 +297,11 @@ def test_no_buffer_of_length_squared(layout):
     assert largest.entries == q.numel()
 
 
-def test_meta_tensors():
-    """Shapes and dtypes through the tiles of devices without a flash call."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["flash", "dense"])
+def test_meta_tensors(dtype):
+    """Shapes and dtypes on another device than the CPU: its flash call, and the tiles for what flash does not serve."""
     layout = LAYOUTS["prefix_lm_causal"]
-    q, k, v = (torch.empty(layout.length, n, 8, device="meta", dtype=torch.bfloat16) for n in (4, 2, 2))
+    q, k, v = (torch.empty(layout.length, n, 8, device="meta", dtype=dtype) for n in (4, 2, 2))
     for got, like in zip(value_and_gradients(lambda *x: attend(*x, layout), q, k, v), (q, q, k, v), strict=True):
         assert (got.shape, got.dtype, got.device.type) == (like.shape, like.dtype, "meta")
 
