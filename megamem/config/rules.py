@@ -33,6 +33,11 @@ def model_fits_layout(parallel: ParallelConfig, arch: Architecture) -> Iterator[
             yield f"parallel.tensor = {tensor} must divide the model's {key} = {value}; allowed: {_divisors(value)}"
     if arch.kv_heads % tensor and tensor % arch.kv_heads:
         yield f"parallel.tensor = {tensor} and the model's kv_heads = {arch.kv_heads}: one must divide the other"
+    elif (arch.heads + 2 * arch.kv_heads) * arch.head_dim % tensor:
+        yield (
+            f"parallel.tensor = {tensor} does not divide the rows of the model's query, key and value projection, "
+            f"(heads + 2 kv_heads) x head_dim = {(arch.heads + 2 * arch.kv_heads) * arch.head_dim}"
+        )
     if arch.layers % pipeline:
         yield (
             f"parallel.pipeline = {pipeline} must divide the model's layers = {arch.layers}; "
@@ -133,6 +138,22 @@ def one_source_of_rollouts(config: RunConfig, arch: Architecture, world: int) ->
         yield "rollout.record and rollout.replay are both set; allowed: one of them"
 
 
+def streams_fit(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    s, tensor = config.stream, config.parallel.tensor
+    if not s.layers:
+        return
+    if config.parallel.sequence and s.chunk_tokens % tensor:
+        yield (
+            f"stream.chunk_tokens = {s.chunk_tokens}: under sequence parallelism every rank owns a part of each chunk; "
+            f"allowed: multiples of parallel.tensor = {tensor}"
+        )
+    if config.train.recompute != "none":
+        yield (
+            f"train.recompute = {config.train.recompute} and stream.layers = true: a streamed layer recomputes already; "
+            "allowed: one of them"
+        )
+
+
 RULES: tuple[Rule, ...] = (
     world_divisible,
     model_divisible,
@@ -144,9 +165,26 @@ RULES: tuple[Rule, ...] = (
     optimizer_precision,
     prefix_is_exact,
     one_source_of_rollouts,
+    streams_fit,
 )
 # What commands that only run the model need.
-LAYOUT_RULES: tuple[Rule, ...] = (world_divisible, model_divisible, decoding_schedule)
+LAYOUT_def streams_fit(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    s, tensor = config.stream, config.parallel.tensor
+    if not s.layers:
+        return
+    if config.parallel.sequence and s.chunk_tokens % tensor:
+        yield (
+            f"stream.chunk_tokens = {s.chunk_tokens}: under sequence parallelism every rank owns a part of each chunk; "
+            f"allowed: multiples of parallel.tensor = {tensor}"
+        )
+    if config.train.recompute != "none":
+        yield (
+            f"train.recompute = {config.train.recompute} and stream.layers = true: a streamed layer recomputes already; "
+            "allowed: one of them"
+        )
+
+
+RULES: tuple[Rule, ...] = (world_divisible, model_divisible, decoding_schedule, streams_fit)
 
 
 def check(config: RunConfig, arch: Architecture, world: int, rules: tuple[Rule, ...] = RULES) -> None:

@@ -119,6 +119,14 @@ class EvalConfig(Section):
     temperature: NonNegativeFloat = 0.0
 
 
+class StreamConfig(Section):
+    layers: bool = Field(False, description="run layers and head forward and backward in chunks of tokens")
+    chunk_tokens: PositiveInt = Field(1024, description="tokens of a chunk, over the ranks that share a row")
+    head_tokens: PositiveInt = Field(256, description="rows of logits that exist at a time")
+    save: Literal["input", "input+attention"] = "input"
+    offload: Literal["none", "cpu"] = "none"
+
+
 def _task_from_name(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
@@ -139,5 +147,6 @@ class RunConfig(Section):
     noise: NoiseConfig = NoiseConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    stream: StreamConfig = StreamConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()

@@ -1,7 +1,7 @@
 """The chunk grid: how a row is cut for streaming, and how sequence parallelism interleaves it (DESIGN section 3.2).
 
-Rank r of a tensor-parallel group owns the r-th part *of every chunk*, so that gathering the ranks' parts of chunk i gives
-the contiguous tokens of chunk i. The row is permuted once, before the embedding.
+Rank r of a tensor-parallel group owns the r-th part *of every chunk*, so that gathering the ranks' parts of chunk i
+gives the contiguous tokens of chunk i. The row is permuted once, before the embedding.
 """
 
 from collections.abc import Sequence

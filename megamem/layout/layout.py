@@ -149,6 +149,10 @@ def prefix_lm(pairs: Sequence[tuple[int, int]], suffix: Relation = FULL) -> Layo
     edges: list[Edge] = []
     for prefix_length, suffix_length in pairs:
         start, p = (segments[-1].stop if segments else 0), len(segments)
+        if prefix_length == 0:
+            segments.append(Segment(start, suffix_length))
+            edges.append(Edge(p, p, suffix))
+            continue
         segments += [Segment(start, prefix_length), Segment(start + prefix_length, suffix_length, prefix_length)]
         edges += [Edge(p, p, FULL), Edge(p + 1, p, FULL), Edge(p + 1, p + 1, suffix)]
     return Layout(tuple(segments), tuple(edges))

@@ -10,6 +10,7 @@ from megamem.models.gpt import DiffusionGPT
 from megamem.models.layers import block_submodules
 from megamem.ops.vocab import VocabShard
 from megamem.platform.groups import Groups
+from megamem.stream.layer import StreamOptions
 
 
 def _leave_alone(weight: Tensor) -> Tensor:
@@ -69,6 +70,7 @@ def build_model(
     dtype: torch.dtype,
     sequence_parallel: bool = False,
     recompute: bool = False,
+    stream: StreamOptions | None = None,
 ) -> DiffusionGPT:
     """This rank's stage, with uninitialised weights, on the groups' device.
 
@@ -76,12 +78,13 @@ def build_model(
         dtype: of parameters and activations (fp32, bf16; fp64 for checks).
         sequence_parallel: split norms and residuals over tensor-parallel ranks by tokens.
         recompute: recompute every layer in the backward.
+        stream: run layers and head in chunks of tokens; None: whole rows.
     """
     config = transformer_config(arch, groups, dtype, sequence_parallel, recompute)
     vocab = arch.padded_vocab(groups.tp.size)
     model = DiffusionGPT(
         config,
-        block_submodules(arch, arch.layers // groups.pp.size),
+        block_submodules(arch, arch.layers // groups.pp.size, stream),
         vocab_size=vocab,
         max_sequence_length=arch.max_positions,
         pre_process=groups.is_first_stage,
@@ -90,6 +93,7 @@ def build_model(
         position_embedding_type="learned_absolute" if arch.positions == "learned" else "none",
         pg_collection=groups.collection,
     )
+    model.stream = stream
     rows = vocab // groups.tp.size
     model.vocab = VocabShard(groups.tp.rank * rows, rows, arch.vocab_rows, groups.tp)
     if groups.is_first_stage and arch.positions == "learned":

@@ -19,8 +19,11 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from megamem.layout.grid import ChunkGrid
 from megamem.models.row import RowParams
 from megamem.ops.vocab import Samples, VocabShard, sample_tokens, selected_logprob
+from megamem.stream.head import streamed_logprob
+from megamem.stream.layer import StreamOptions
 
 # What a head gets: hidden states of the selected positions, this rank's output rows, and where those rows lie.
 Head = Callable[[Tensor, Tensor, VocabShard], Tensor | Samples]
@@ -68,31 +71,53 @@ class DiffusionGPT(GPTModel):
     """One pipeline stage of a diffusion language model."""
 
     vocab: VocabShard
+    stream: StreamOptions | None = None
 
     def forward(self, ids_BS: Tensor, row: RowParams, position_T: Tensor, head: Head) -> Tensor | Samples:
         """Run this stage on one packed row.
 
         Args:
             ids_BS: token ids `[1, S]`; read by the first stage only.
-            row: the layout; S must be a multiple of the tensor-parallel size under sequence parallelism.
+            row: the layout; S must be a multiple of the tensor-parallel size under sequence parallelism. A long row
+                gets its chunk grid here if the model streams.
             position_T: row indices whose hidden states the head needs.
             head: applied on the last stage.
 
         Returns:
             Hidden states `[S or S/tp, 1, H]` for the next stage, or what the head returns.
         """
+        row.grid = self._chunk_grid(row)
         hidden_SBH = None
         if self.pre_process:
             positions_BS = torch.tensor([row.layout.positions()], device=ids_BS.device)
+            if row.grid is not None and row.grid.parts > 1:
+                order_S = torch.tensor(row.grid.order(), device=ids_BS.device)
+                ids_BS, positions_BS = ids_BS[:, order_S], positions_BS[:, order_S]
             hidden_SBH = self.embedding(input_ids=ids_BS, position_ids=positions_BS)
         hidden_SBH = self.decoder(hidden_states=hidden_SBH, attention_mask=None, packed_seq_params=row)
         if not self.post_process:
             return hidden_SBH
-        return head(self._select(hidden_SBH, position_T), self._output_weight(), self.vocab)
+        if row.grid is not None and isinstance(head, LogProbHead):
+            return streamed_logprob(
+                hidden_SBH, self._output_weight(), position_T, head.target_T, self.vocab, row.grid,
+                self.stream.head_tokens,
+            )  # fmt: skip
+        return head(self._select(hidden_SBH, position_T, row.grid), self._output_weight(), self.vocab)
 
-    def _select(self, hidden_SBH: Tensor, position_T: Tensor) -> Tensor:
+    def _chunk_grid(self, row: RowParams) -> ChunkGrid | None:
+        """None for a model that does not stream, and for rows so short that all layers' activations of the row take no
+        more than one layer's of a chunk."""
+        if self.stream is None or row.layout.length * len(self.decoder.layers) <= self.stream.chunk_tokens:
+            return None
+        parts = self.vocab.axis.size if self.config.sequence_parallel else 1
+        return ChunkGrid(row.layout.length, self.stream.chunk_tokens, parts)
+
+    def _select(self, hidden_SBH: Tensor, position_T: Tensor, grid: ChunkGrid | None) -> Tensor:
         """Hidden states `[T, H]`, replicated; backward sums the vocabulary shards' parts over ranks."""
         group = self.pg_collection.tp
+        if grid is not None and grid.parts > 1:
+            place_S = torch.tensor(grid.order(), device=position_T.device).argsort()
+            position_T = place_S[position_T]
         if self.config.sequence_parallel:
             full_SBH = gather_from_sequence_parallel_region(hidden_SBH, tensor_parallel_output_grad=True, group=group)
             return full_SBH[:, 0].index_select(0, position_T)

@@ -21,6 +21,7 @@ from torch import Tensor
 from megamem.config.architecture import Architecture
 from megamem.models.row import RowParams, apply_rope
 from megamem.ops.attention import attend
+from megamem.stream.layer import StreamedTransformerLayer, StreamOptions
 
 
 class RMSNorm(torch.nn.Module):
@@ -59,11 +60,15 @@ class LayoutAttention(MegatronModule):
     ) -> Tensor:
         """Context `[S, 1, N * D]` of one packed row."""
         q, k, v = (x.squeeze(1) for x in (q_SBND, k_SBGD, v_SBGD))
-        if self.rope_theta is not None:
-            cos, sin = packed_seq_params.rope_tables(q.size(-1), self.rope_theta, q)
-            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        out_SND = attend(q, k, v, packed_seq_params.layout)
+        out_SND = attend(*self.rotate(q, k, packed_seq_params), v, packed_seq_params.layout)
         return out_SND.flatten(1).unsqueeze(1)
+
+    def rotate(self, q_CND: Tensor, k_CGD: Tensor, row: RowParams, span: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """RoPE for the row's tokens `span` (all of them by default); the identity for a model without RoPE."""
+        if self.rope_theta is None:
+            return q_CND, k_CGD
+        cos, sin = (table[span] for table in row.rope_tables(q_CND.size(-1), self.rope_theta, q_CND))
+        return apply_rope(q_CND, cos, sin), apply_rope(k_CGD, cos, sin)
 
 
 class CallableSpec(ModuleSpec):
@@ -73,12 +78,13 @@ class CallableSpec(ModuleSpec):
         return build_module(self, *args, **kwargs)
 
 
-def local_layer_spec(arch: Architecture) -> ModuleSpec:
-    """A transformer layer from megatron-core's own linears: runs everywhere."""
+def local_layer_spec(arch: Architecture, stream: StreamOptions | None) -> ModuleSpec:
+    """A transformer layer from megatron-core's own linears, plain or streamed: runs everywhere."""
     qk_norm = RMSNorm if arch.qk_norm else IdentityOp
     rope_theta = arch.rope_theta if arch.positions == "rope" else None
     return ModuleSpec(
-        module=TransformerLayer,
+        module=TransformerLayer if stream is None else StreamedTransformerLayer,
+        params={} if stream is None else {"stream": stream},
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=ModuleSpec(
@@ -102,6 +108,10 @@ def local_layer_spec(arch: Architecture) -> ModuleSpec:
     )
 
 
-def block_submodules(arch: Architecture, layers_on_stage: int) -> TransformerBlockSubmodules:
+def block_submodules(
+    arch: Architecture, layers_on_stage: int, stream: StreamOptions | None
+) -> TransformerBlockSubmodules:
     """The layers of one pipeline stage and the final norm (built on the last stage only)."""
-    return TransformerBlockSubmodules(layer_specs=[local_layer_spec(arch)] * layers_on_stage, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(
+        layer_specs=[local_layer_spec(arch, stream)] * layers_on_stage, layer_norm=RMSNorm
+    )

@@ -9,6 +9,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megamem.layout.grid import ChunkGrid
 from megamem.layout.layout import Layout
 
 
@@ -17,10 +18,15 @@ class RowParams(PackedSeqParams):
     """A layout dressed as megatron-core's `PackedSeqParams`, so that blocks, layers and recompute hand it through.
 
     Queries, keys and values keep megatron-core's `[S, 1, N, D]` form ("sbhd"); RoPE tables are made once per row.
+
+    Attributes:
+        layout: who sees whom.
+        grid: how the row is cut into chunks; None: the row is not streamed.
     """
 
     qkv_format: str = "sbhd"
     layout: Layout | None = None
+    grid: ChunkGrid | None = None
     _rope: dict = field(default_factory=dict, repr=False)
 
     def rope_tables(self, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -66,25 +66,46 @@ def selected_logprob(hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor, sha
 class _SelectedLogProb(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits_TV: Tensor, target_T: Tensor, shard: VocabShard) -> Tensor:
-        wide = torch.promote_types(logits_TV.dtype, torch.float32)
-        p_TV = shard.mask_padding(logits_TV.to(wide, copy=True))
-        top_T = shard.all_reduce(p_TV.max(-1).values, dist.ReduceOp.MAX)
-        p_TV.sub_(top_T[:, None])
-        local_T = target_T - shard.start
-        mine_T = (local_T >= 0) & (local_T < shard.rows)
-        local_T = local_T.clamp(0, shard.rows - 1)
-        picked_T = torch.where(mine_T, p_TV.gather(-1, local_T[:, None])[:, 0], 0.0)
-        sums_2T = shard.all_reduce(torch.stack([picked_T, p_TV.exp_().sum(-1)]))
-        ctx.save_for_backward(p_TV.div_(sums_2T[1][:, None]), local_T, mine_T)
-        ctx.dtype = logits_TV.dtype
-        return sums_2T[0] - sums_2T[1].log()
+        logp_T, p_TV = logprob_forward(logits_TV, target_T, shard)
+        ctx.save_for_backward(p_TV, target_T)
+        ctx.shard, ctx.dtype = shard, logits_TV.dtype
+        return logp_T
 
     @staticmethod
     def backward(ctx, grad_T: Tensor):
-        p_TV, local_T, mine_T = ctx.saved_tensors
-        grad_TV = p_TV * -grad_T[:, None]
-        grad_TV.scatter_add_(-1, local_T[:, None], torch.where(mine_T, grad_T, 0.0)[:, None])
-        return grad_TV.to(ctx.dtype), None, None
+        p_TV, target_T = ctx.saved_tensors
+        return _softmax_gradient(p_TV.clone(), target_T, grad_T, ctx.shard).to(ctx.dtype), None, None
+
+
+def logprob_forward(logits_TV: Tensor, target_T: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """log p(target) `[T]` and this shard's probabilities `[T, V]`, at least fp32, without autograd."""
+    wide = torch.promote_types(logits_TV.dtype, torch.float32)
+    p_TV = shard.mask_padding(logits_TV.to(wide, copy=True))
+    top_T = shard.all_reduce(p_TV.max(-1).values, dist.ReduceOp.MAX)
+    p_TV.sub_(top_T[:, None])
+    local_T, mine_T = _own_targets(target_T, shard)
+    picked_T = torch.where(mine_T, p_TV.gather(-1, local_T[:, None])[:, 0], 0.0)
+    sums_2T = shard.all_reduce(torch.stack([picked_T, p_TV.exp_().sum(-1)]))
+    return sums_2T[0] - sums_2T[1].log(), p_TV.div_(sums_2T[1][:, None])
+
+
+def logprob_gradient(logits_TV: Tensor, target_T: Tensor, grad_T: Tensor, shard: VocabShard) -> Tensor:
+    """Gradient of `sum grad * log p(target)` by this shard's logits, recomputed from them, in their dtype."""
+    p_TV = logprob_forward(logits_TV, target_T, shard)[1]
+    return _softmax_gradient(p_TV, target_T, grad_T, shard).to(logits_TV.dtype)
+
+
+def _softmax_gradient(p_TV: Tensor, target_T: Tensor, grad_T: Tensor, shard: VocabShard) -> Tensor:
+    """`grad * (onehot(target) - p)`, in place of `p_TV`."""
+    local_T, mine_T = _own_targets(target_T, shard)
+    p_TV.mul_(-grad_T[:, None])
+    return p_TV.scatter_add_(-1, local_T[:, None], torch.where(mine_T, grad_T, 0.0).to(p_TV.dtype)[:, None])
+
+
+def _own_targets(target_T: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """Column of each target in this shard (clamped), and whether it lies here."""
+    local_T = target_T - shard.start
+    return local_T.clamp(0, shard.rows - 1), (local_T >= 0) & (local_T < shard.rows)
 
 
 @dataclass(frozen=True)

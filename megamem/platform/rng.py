@@ -21,7 +21,7 @@ _MIX_2 = 0x94D049BB133111EB - 2**64
 
 def derive_seed(seed: int, *key: int | str) -> int:
     """A 63-bit seed from a base seed and a key of integers and names; stable across machines and Python versions."""
-    text = "/".join(str(part) for part in (seed, *key))
+    text = repr((seed, *key))  # repr tells ("a", "b") from ("a/b",), and 1 from "1"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 

@@ -17,8 +17,9 @@ Attention's backward needs no graph: it recomputes probabilities from the log-su
 block-causal layouts a chunk's phase B follows its own phase A; for bidirectional ones all of phase B comes last. The
 order comes from the layout alone (`layout/grid.py: chunk_readers`).
 
-Every parameter's gradient is summed over chunks in fp32, into megatron-core's `main_grad` where there is one, and handed
-to autograd once: data-parallel hooks fire once per micro-batch (firing per chunk races with `overlap_grad_reduce`).
+Every parameter's gradient is summed over chunks in fp32, into megatron-core's `main_grad` where there is one, and
+handed to autograd once: data-parallel hooks fire once per micro-batch (firing per chunk races with
+`overlap_grad_reduce`).
 
 Shapes: S row tokens, C tokens of a chunk (this rank's part of them under sequence parallelism where a tensor is local),
 H hidden, N query heads, G key/value heads of this rank, D head dim.
@@ -45,12 +46,14 @@ class StreamOptions:
 
     Attributes:
         chunk_tokens: tokens of a chunk, over all ranks that share the row.
-        save: what a layer keeps for its backward beside nothing else: its input, or also the attention output with its
-            log-sum-exp (then the backward runs no attention forward).
+        head_tokens: rows of logits that exist at a time.
+        save: what a layer keeps for its backward: its input, or also the attention output with its log-sum-exp (then
+            the backward runs no attention forward).
         offload: keep the layer input in host memory (pinned on CUDA).
     """
 
     chunk_tokens: int
+    head_tokens: int = 256
     save: Literal["input", "input+attention"] = "input"
     offload: Literal["none", "cpu"] = "none"
 
@@ -139,9 +142,7 @@ class ChunkSteps:
             q_CND = q_SND[span]
             out_CND, lse_CN = kept[i] if kept else attention_forward(q_CND, k_SGD, v_SGD, self.plans[i])
             dx_SBH[local], dout_CND = self._backward_tail(x_SBH[local], out_CND, dy_SBH[local], gradients)
-            dq_CND = attention_backward(
-                dout_CND, q_CND, k_SGD, v_SGD, out_CND, lse_CN, self.plans[i], dk_SGD, dv_SGD
-            )
+            dq_CND = attention_backward(dout_CND, q_CND, k_SGD, v_SGD, out_CND, lse_CN, self.plans[i], dk_SGD, dv_SGD)
             q_CND.copy_(dq_CND)  # this chunk's queries are not needed again
             del out_CND, dout_CND, dq_CND
             for j, readers in enumerate(waiting):
@@ -191,10 +192,11 @@ class GradientSums:
         """Gradients of `inputs`; those of `parameters` are added to the sums."""
         found = torch.autograd.grad(outputs, [*inputs, *parameters], grads)
         for parameter, grad in zip(parameters, found[len(inputs) :], strict=True):
-            self._add(parameter, grad)
+            self.add(parameter, grad)
         return found[: len(inputs)]
 
-    def _add(self, parameter: nn.Parameter, grad: Tensor) -> None:
+    def add(self, parameter: nn.Parameter, grad: Tensor) -> None:
+        """Add one chunk's gradient."""
         main = getattr(parameter, "main_grad", None)
         if main is not None:
             main.add_(grad)
@@ -204,11 +206,17 @@ class GradientSums:
             self._sums[parameter] = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
 
     def hand_out(self, parameter: nn.Parameter) -> Tensor:
-        """What autograd gets, once. Where the sum is in `main_grad` already, megatron-core is told so by its own mark."""
+        """What autograd gets, once.
+
+        Where the sum is in `main_grad` already, megatron-core is told so by its own mark and ignores the value; but for
+        a tied embedding, whose other gradient autograd adds to this one and megatron-core then does read.
+        """
         if getattr(parameter, "main_grad", None) is not None:
             parameter.grad_added_to_main_grad = True
-            return torch.empty_like(parameter)
-        return self._sums.pop(parameter).to(parameter.dtype)
+            tied = getattr(parameter, "zero_out_wgrad", False)
+            return torch.zeros_like(parameter) if tied else torch.empty_like(parameter)
+        found = self._sums.pop(parameter, None)
+        return torch.zeros_like(parameter) if found is None else found.to(parameter.dtype)
 
 
 class _StreamedLayer(torch.autograd.Function):

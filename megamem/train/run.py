@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from megamem.config.schema import StreamConfig
 from megamem.convert.weights import load_weights
 from megamem.models.build import build_model
 from megamem.models.gpt import DiffusionGPT
 from megamem.models.runner import Runner
 from megamem.platform.groups import Groups
 from megamem.rollout.sampler import Decoding
+from megamem.stream.layer import StreamOptions
 from megamem.train.checkpoint import load_model, load_training, read_info
 from megamem.train.optim import build_optimizer, wrap_for_training
 from megamem.train.prepare import Prepared, Prompt
@@ -69,6 +71,13 @@ def attention_name(prepared: Prepared) -> str:
     return prepared.model.arch.attention if asked == "native" else asked
 
 
+def stream_options(config: StreamConfig) -> StreamOptions | None:
+    """How layers stream, or None."""
+    if not config.layers:
+        return None
+    return StreamOptions(config.chunk_tokens, config.head_tokens, config.save, config.offload)
+
+
 def build_run(prepared: Prepared, groups: Groups, training: bool) -> Run:
     """Build this rank's stage with its weights, and the optimizer if training; resumes where `prepare` said so."""
     config, folder = prepared.config, prepared.model
@@ -78,6 +87,7 @@ def build_run(prepared: Prepared, groups: Groups, training: bool) -> Run:
         DTYPES[config.model.dtype],
         sequence_parallel=config.parallel.sequence,
         recompute=config.train.recompute == "full",
+        stream=stream_options(config.stream),
     )
     if prepared.weights is not None:
         load_weights(model, folder.spec.tensor_maps(folder.arch), folder.arch, prepared.weights, groups)

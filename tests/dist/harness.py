@@ -190,6 +190,7 @@ def tiny_model(folder: Path, **overrides: Any) -> Path:
         "eos_token_id": tokenizer.eos_id,
         "pad_token_id": tokenizer.pad_id,
         "max_sequence_length": 64,
+        "rope": True,
         "init_std": 0.15,
     }
     (folder / "config.json").write_text(json.dumps(hf_config | overrides), encoding="utf-8")
