@@ -149,7 +149,7 @@ def streams_fit(config: RunConfig, arch: Architecture, world: int) -> Iterator[s
         )
     if config.train.recompute != "none":
         yield (
-            f"train.recompute = {config.train.recompute} and stream.layers = true: a streamed layer recomputes already; "
+            f"train.recompute = {config.train.recompute} and stream.layers = true: streamed layers recompute already; "
             "allowed: one of them"
         )
 
@@ -168,23 +168,7 @@ RULES: tuple[Rule, ...] = (
     streams_fit,
 )
 # What commands that only run the model need.
-LAYOUT_def streams_fit(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
-    s, tensor = config.stream, config.parallel.tensor
-    if not s.layers:
-        return
-    if config.parallel.sequence and s.chunk_tokens % tensor:
-        yield (
-            f"stream.chunk_tokens = {s.chunk_tokens}: under sequence parallelism every rank owns a part of each chunk; "
-            f"allowed: multiples of parallel.tensor = {tensor}"
-        )
-    if config.train.recompute != "none":
-        yield (
-            f"train.recompute = {config.train.recompute} and stream.layers = true: a streamed layer recomputes already; "
-            "allowed: one of them"
-        )
-
-
-RULES: tuple[Rule, ...] = (world_divisible, model_divisible, decoding_schedule, streams_fit)
+LAYOUT_RULES: tuple[Rule, ...] = (world_divisible, model_divisible, decoding_schedule, streams_fit)
 
 
 def check(config: RunConfig, arch: Architecture, world: int, rules: tuple[Rule, ...] = RULES) -> None:

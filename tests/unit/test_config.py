@@ -172,6 +172,9 @@ BROKEN = [
     ("prefix_is_exact", ["prefix.share=true"], {}, 1, ["prefix.share = true", "bidirectional", "prefix_lm"]),
     ("prefix_is_exact", ["prefix.share=true", "model.attention=prefix_lm"], {}, 1, ["prefix.share = true", "false"]),
     ("prefix_is_exact", ["prefix.share=true"], {"attention": "causal"}, 1, ["prefix.share = true", "not built yet"]),
+    ("streams_fit", ["stream.layers=true", "train.recompute=full"], {}, 1, ["train.recompute = full", "stream.layers"]),
+    ("streams_fit", ["stream.layers=true", "parallel.tensor=2", "parallel.sequence=true", "stream.chunk_tokens=33"],
+     {}, 2, ["stream.chunk_tokens = 33", "multiples of parallel.tensor = 2"]),
     ("one_source_of_rollouts", ["rollout.record=a", "rollout.replay=b"], {}, 1, ["rollout.record", "rollout.replay"]),
 ]  # fmt: skip
 

@@ -190,11 +190,11 @@ def test_sudoku_d1_file() -> None:
         "train_grids": 170,
         "valid_grids": 30,
         "test_grids": 88,
-        "file_on_train_grids": 306,
-        "file_on_valid_grids": 44,
-        "file_on_held_out_grids": 150,
+        "file_on_train_grids": 295,
+        "file_on_valid_grids": 62,
+        "file_on_held_out_grids": 143,
         "file_with_one_solution": 376,
-        "file_with_one_solution_on_held_out_grids": 112,
+        "file_with_one_solution_on_held_out_grids": 106,
         "file_puzzles_in_train": 0,
     }
     problems = task.problems("test")
@@ -468,9 +468,9 @@ def test_determinism(name: str) -> None:
 
 def test_first_problems_stay_the_same() -> None:
     """The splits are part of every published number: a change here changes them all."""
-    assert load_task("sudoku4", SMALL).problems("test")[0].data["puzzle"] == "0032320110200400"
+    assert load_task("sudoku4", SMALL).problems("test")[0].data["puzzle"] == "0401010000021030"
     first = load_task("countdown", SMALL).problems("test")[0].data
-    assert (first["numbers"], first["target"]) == ((3, 41, 4), 41)
+    assert (first["numbers"], first["target"]) == ((77, 61, 99), 39)
 
 
 HOSTILE = ["<answer>", "</answer>", "<", "(", ")", "-", "+", "*", "**", "/", "//", "0", "9", "42", ".", ",", "=", " ",

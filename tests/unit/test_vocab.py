@@ -322,7 +322,8 @@ def test_uniform_hash_belongs_to_row_and_column():
 
 def test_derive_seed():
     # Written down: another value would silently change every run.
-    assert derive_seed(0, "noise", 3, "puzzle-1") == 6611675951969655021
+    assert derive_seed(0, "noise", 3, "puzzle-1") == 2601402235386007550
+    assert derive_seed(0, "a/b") != derive_seed(0, "a", "b")
     assert all(0 <= derive_seed(seed, "x") < 2**63 for seed in range(50))
     parts = [(1, 23), (12, 3), (123,), (1, 2, 3), (1, "a"), ("a", 1), (1, "A")]
     assert len({derive_seed(0, *key) for key in parts} | {derive_seed(1, 1, 23)}) == len(parts) + 1
