@@ -21,6 +21,8 @@ from megamem.platform.launch import Ranks, discover_ranks, hush_dependencies
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 convert_app = typer.Typer(no_args_is_help=True, help="Hugging Face folders in and out.")
 app.add_typer(convert_app, name="convert")
+bench_app = typer.Typer(no_args_is_help=True, help="Measurements against the plain path, in one process.")
+app.add_typer(bench_app, name="bench")
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. parallel.tensor=2")]
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML configuration")]
@@ -117,6 +119,36 @@ def convert_verify(
     print(verdict_text(verdict, as_json))
     if not verdict.passed:
         raise typer.Exit(1)
+
+
+@bench_app.command("stream")
+def bench_stream(
+    tokens: Annotated[int, typer.Option(min=1)] = 4096,
+    layers: Annotated[int, typer.Option(min=1)] = 8,
+    hidden: Annotated[int, typer.Option(min=1)] = 512,
+    ffn: Annotated[int, typer.Option(min=1)] = 1536,
+    heads: Annotated[int, typer.Option(min=1)] = 8,
+    vocab: Annotated[int, typer.Option(min=1)] = 32000,
+    attention: Annotated[str, typer.Option(help="full, causal or block:N")] = "full",
+    chunk_tokens: Annotated[int, typer.Option(min=1)] = 512,
+    head_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    repeats: Annotated[int, typer.Option(min=1, help="timed rounds; the median is told")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Peak memory, seconds and gradients: plain, full recompute and streamed layers, in one process."""
+    from megamem.bench import stream
+    from megamem.platform.device import resolve_device
+    from megamem.platform.groups import process_groups
+
+    if hidden % heads or hidden // heads % 2:
+        raise UserError(f"--hidden = {hidden} over --heads = {heads} must give an even head dimension")
+    stream.relation(attention)
+    sizes = stream.Sizes(tokens, layers, hidden, ffn, heads, vocab, chunk_tokens, head_tokens)
+    ranks = Ranks(0, 1, 0, None, "single process")
+    with process_groups(ranks, resolve_device("auto", 0), 1, 1) as groups:
+        told = lambda text: sys.stderr.write(f"{text}\n")  # noqa: E731
+        results = stream.bench_stream(sizes, attention, groups, repeats, told)
+    print(json.dumps(stream.as_json(results, sizes, attention)) if as_json else stream.table(results))
 
 
 @app.command()

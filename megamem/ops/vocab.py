@@ -60,27 +60,34 @@ def selected_logprob(hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor, sha
         weight_VH: this rank's rows of the output matrix.
         target_T: global token ids.
     """
-    return _SelectedLogProb.apply(F.linear(hidden_TH, weight_VH), target_T, shard)
+    return _SelectedLogProb.apply(hidden_TH, weight_VH, target_T, shard)
 
 
 class _SelectedLogProb(torch.autograd.Function):
+    """The output layer and the log-softmax in one node, so that `[T, V]` exists once and not as logits, too."""
+
     @staticmethod
-    def forward(ctx, logits_TV: Tensor, target_T: Tensor, shard: VocabShard) -> Tensor:
-        logp_T, p_TV = logprob_forward(logits_TV, target_T, shard)
-        ctx.save_for_backward(p_TV, target_T)
-        ctx.shard, ctx.dtype = shard, logits_TV.dtype
+    def forward(ctx, hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor, shard: VocabShard) -> Tensor:
+        logp_T, p_TV = logprob_forward(F.linear(hidden_TH, weight_VH), target_T, shard)
+        ctx.save_for_backward(hidden_TH, weight_VH, target_T, p_TV)
+        ctx.shard = shard
         return logp_T
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad_T: Tensor):
-        p_TV, target_T = ctx.saved_tensors
-        return _softmax_gradient(p_TV.clone(), target_T, grad_T, ctx.shard).to(ctx.dtype), None, None
+        hidden_TH, weight_VH, target_T, p_TV = ctx.saved_tensors
+        dlogits_TV = _softmax_gradient(p_TV.clone(), target_T, grad_T, ctx.shard).to(hidden_TH.dtype)
+        return dlogits_TV @ weight_VH, dlogits_TV.t() @ hidden_TH, None, None
 
 
 def logprob_forward(logits_TV: Tensor, target_T: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """log p(target) `[T]` and this shard's probabilities `[T, V]`, at least fp32, without autograd."""
+    """log p(target) `[T]` and this shard's probabilities `[T, V]`, at least fp32, without autograd.
+
+    The logits are used up: where they are wide enough, the probabilities take their place.
+    """
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
-    p_TV = shard.mask_padding(logits_TV.to(wide, copy=True))
+    p_TV = shard.mask_padding(logits_TV.to(wide))
     top_T = shard.all_reduce(p_TV.max(-1).values, dist.ReduceOp.MAX)
     p_TV.sub_(top_T[:, None])
     local_T, mine_T = _own_targets(target_T, shard)
@@ -90,9 +97,10 @@ def logprob_forward(logits_TV: Tensor, target_T: Tensor, shard: VocabShard) -> t
 
 
 def logprob_gradient(logits_TV: Tensor, target_T: Tensor, grad_T: Tensor, shard: VocabShard) -> Tensor:
-    """Gradient of `sum grad * log p(target)` by this shard's logits, recomputed from them, in their dtype."""
+    """Gradient of `sum grad * log p(target)` by this shard's logits, which are used up; in their dtype."""
+    dtype = logits_TV.dtype
     p_TV = logprob_forward(logits_TV, target_T, shard)[1]
-    return _softmax_gradient(p_TV, target_T, grad_T, shard).to(logits_TV.dtype)
+    return _softmax_gradient(p_TV, target_T, grad_T, shard).to(dtype)
 
 
 def _softmax_gradient(p_TV: Tensor, target_T: Tensor, grad_T: Tensor, shard: VocabShard) -> Tensor:

@@ -64,6 +64,7 @@ class StreamedTransformerLayer(TransformerLayer):
     def __init__(self, *args, stream: StreamOptions, **kwargs):
         super().__init__(*args, **kwargs)
         self.stream = stream
+        self.to_host = to_host
 
     def forward(self, hidden_states: Tensor, *args, packed_seq_params=None, **kwargs):
         """As megatron-core's layer: `(hidden states, context)`. Rows without a grid take the plain path."""
@@ -226,7 +227,7 @@ class _StreamedLayer(torch.autograd.Function):
     def forward(ctx, x_SBH: Tensor, steps: ChunkSteps, options: StreamOptions, *parameters: nn.Parameter) -> Tensor:
         y_SBH, kept = steps.forward(x_SBH, keep_attention=options.save == "input+attention")
         ctx.steps, ctx.parameters, ctx.device = steps, parameters, x_SBH.device
-        saved = _to_host(x_SBH) if options.offload == "cpu" else x_SBH
+        saved = steps.layer.to_host(x_SBH) if options.offload == "cpu" else x_SBH
         ctx.save_for_backward(saved, *[t for pair in kept for t in pair])
         return y_SBH
 
@@ -239,7 +240,7 @@ class _StreamedLayer(torch.autograd.Function):
         return dx_SBH, None, None, *[gradients.hand_out(p) for p in ctx.parameters]
 
 
-def _to_host(x: Tensor) -> Tensor:
+def to_host(x: Tensor) -> Tensor:
     """A host copy: pinned and asynchronous from a GPU; a plain copy where the device is the host."""
     host = torch.empty_like(x, device="cpu", pin_memory=not x.is_cpu)
     return host.copy_(x, non_blocking=True)

@@ -27,7 +27,7 @@ def train(prepared: Prepared, groups: Groups, console: Console) -> None:
     log = None
     if groups.is_main:
         dump_config(config, out / "config.yaml")
-        log = MetricsLog(out, run.finished if run.finished else 0, config.tensorboard)
+        log = MetricsLog(out, run.finished + 1 if run.finished else 0, config.tensorboard)
         _announce(run, eval_prompts, console)
     if run.finished == 0 and eval_prompts and config.eval.at_start:
         before, _ = evaluate(run, eval_prompts, 0)
@@ -41,10 +41,12 @@ def train(prepared: Prepared, groups: Groups, console: Console) -> None:
             done = step + 1 == config.train.steps
             if eval_prompts and config.eval.every and ((step + 1) % config.eval.every == 0 or done):
                 metrics |= evaluate(run, eval_prompts, step + 1)[0]
+            # Logged before it is saved: a run killed in between resumes earlier and drops the line, none goes missing.
+            if log:
+                log.write(step + 1, metrics)
             if (step + 1) % config.train.save_every == 0 or done:
                 save(run)
             if log:
-                log.write(step + 1, metrics)
                 progress.update(bar, advance=1, told=_line(metrics))
                 if not console.is_terminal or "eval_exact" in metrics:
                     progress.console.print(f"step {step + 1}/{config.train.steps}  {_line(metrics)}")

@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 
-from megamem.convert.weights import load_weights
 from megamem.train.checkpoint import CheckpointInfo, load_training, save_checkpoint
 from megamem.train.step import learn_from_answers, make_updates, train_step
 from megamem.train.update import backward
@@ -52,8 +51,8 @@ KINDS = {
     "fp32 whole optimizer": ("parallel.distributed_optimizer=false",),
 }
 # Supervised, because its loss is not about 0; short rows, so that several micro-batches fill the pipeline (1F1B).
-# Adam's step is about lr * sign(gradient), which turns rounding into whole steps where a gradient is nearly zero: a large
-# eps makes it smooth.
+# Adam's step is about lr * sign(gradient), which turns rounding into whole steps where a gradient is nearly zero; a
+# large eps makes it smooth.
 SETTINGS = (
     "objective.name=sft",
     "rollout.prompts=8",

@@ -1,0 +1,1 @@
+"""Measurements against the plain path, in one process and interleaved."""

@@ -1,0 +1,207 @@
+"""`megamem bench stream`: plain, full recompute and streamed steps of one model, in one process and interleaved.
+
+A step is the forward and backward of one row, every position scored. `plain` and `recompute` use megatron-core's own
+head (full logits, its vocabulary-parallel cross-entropy); streamed variants use the streamed head. Bytes are live
+tensor storages above parameters and gradient buffers. Seconds are medians.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from torch import Tensor
+
+from megamem.bench.memory import LiveStorages
+from megamem.config.architecture import Architecture
+from megamem.config.schema import ParallelConfig
+from megamem.convert.source import RandomSource
+from megamem.convert.weights import load_weights, stage_parameters
+from megamem.errors import UserError
+from megamem.layout.layout import CAUSAL, FULL, Relation, block, rows
+from megamem.models.build import build_model
+from megamem.models.gpt import Head, LogProbHead
+from megamem.models.llada import tensor_maps
+from megamem.models.row import RowParams
+from megamem.models.runner import Row, Runner
+from megamem.ops.vocab import VocabShard
+from megamem.platform.groups import Groups
+from megamem.stream.layer import StreamedTransformerLayer, StreamOptions, to_host
+from megamem.train.optim import wrap_for_training
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The model and row that are measured."""
+
+    tokens: int = 4096
+    layers: int = 8
+    hidden: int = 512
+    ffn: int = 1536
+    heads: int = 8
+    vocab: int = 32000
+    chunk_tokens: int = 512
+    head_tokens: int = 128
+
+
+@dataclass(frozen=True)
+class Result:
+    """One variant: bytes at most alive (all, and on the device), median seconds, largest relative gradient difference
+    (Frobenius, over parameters) to `plain`."""
+
+    variant: str
+    peak_bytes: int
+    device_peak_bytes: int
+    seconds: float
+    max_rel_grad_diff: float
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How one variant is built."""
+
+    stream: StreamOptions | None = None
+    recompute: bool = False
+
+
+class StockHead:
+    """megatron-core's own: all logits, its vocabulary-parallel cross-entropy."""
+
+    def __init__(self, target_T: Tensor):
+        self.target_T = target_T
+
+    def __call__(self, hidden_TH: Tensor, weight_VH: Tensor, shard: VocabShard) -> Tensor:
+        logits_T1V = F.linear(hidden_TH, weight_VH)[:, None]
+        return -vocab_parallel_cross_entropy(logits_T1V, self.target_T[:, None])[:, 0]
+
+
+def variants(sizes: Sizes) -> dict[str, Variant]:
+    """Every variant, in the order of the table."""
+    stream = StreamOptions(sizes.chunk_tokens, sizes.head_tokens)
+    return {
+        "plain": Variant(),
+        "recompute": Variant(recompute=True),
+        "streamed": Variant(stream),
+        "streamed_attention": Variant(replace(stream, save="input+attention")),
+        "streamed_offload": Variant(replace(stream, offload="cpu")),
+    }
+
+
+def relation(name: str) -> Relation:
+    """`full`, `causal` or `block:N`.
+
+    Raises:
+        UserError: anything else.
+    """
+    if name in ("full", "causal"):
+        return {"full": FULL, "causal": CAUSAL}[name]
+    kind, _, size = name.partition(":")
+    if kind == "block" and size.isdigit() and int(size) > 0:
+        return block(int(size))
+    raise UserError(f"--attention = {name!r}; allowed: full, causal, block:N with N at least 1")
+
+
+def bench_stream(
+    sizes: Sizes, attention: str, groups: Groups, repeats: int, progress: Callable[[str], None]
+) -> list[Result]:
+    """Measure all variants: first memory and gradients, then `repeats` rounds of times, variants taking turns."""
+    arch = Architecture(
+        layers=sizes.layers, hidden=sizes.hidden, ffn=sizes.ffn, heads=sizes.heads, kv_heads=sizes.heads,
+        head_dim=sizes.hidden // sizes.heads, vocab_rows=sizes.vocab, max_positions=sizes.tokens,
+        mask_id=0, eos_id=0, pad_id=0,
+    )  # fmt: skip
+    seen = relation(attention)
+    steps = {name: _Step(arch, sizes, variant, seen, groups) for name, variant in variants(sizes).items()}
+    memory, gradients = {}, {}
+    for name, step in steps.items():
+        progress(f"memory and gradients: {name}")
+        memory[name], gradients[name] = step.measure()
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(repeats):
+        for name, step in steps.items():
+            progress(f"seconds, round {turn + 1} of {repeats}: {name}")
+            seconds[name].append(step.time())
+    return [
+        Result(
+            name,
+            memory[name].peak,
+            memory[name].device_peak,
+            statistics.median(seconds[name]),
+            _largest_difference(gradients[name], gradients["plain"]),
+        )
+        for name in steps
+    ]
+
+
+class _Step:
+    """One variant's model and row."""
+
+    def __init__(self, arch: Architecture, sizes: Sizes, variant: Variant, seen: Relation, groups: Groups):
+        device = groups.device.torch
+        self._model = build_model(arch, groups, torch.float32, recompute=variant.recompute, stream=variant.stream)
+        maps = tensor_maps(arch)
+        load_weights(self._model, maps, arch, RandomSource(maps, arch, 0), groups)
+        self._ddp = wrap_for_training(self._model, ParallelConfig())
+        self._runner = Runner(self._ddp, groups, "full")
+        generator = torch.Generator().manual_seed(0)
+        self._ids, self._target = (
+            torch.randint(0, sizes.vocab, (sizes.tokens,), generator=generator).to(device) for _ in range(2)
+        )
+        self._coefficient = torch.randn(sizes.tokens, generator=generator).to(device)
+        self._layout = rows([sizes.tokens], seen)
+        self._stock = variant.stream is None
+
+    def _row(self) -> Row:
+        head: Head = StockHead(self._target) if self._stock else LogProbHead(self._target)
+        position = torch.arange(len(self._ids), device=self._ids.device)
+        return Row(self._ids, RowParams(layout=self._layout), position, head)
+
+    def run(self) -> None:
+        """One forward and backward; gradients start from zero."""
+        self._ddp.zero_grad_buffer()
+        self._runner.forward_backward([self._row()], lambda row, logp: ((logp * self._coefficient).sum(), {}))
+
+    def measure(self) -> tuple[LiveStorages, dict[str, Tensor]]:
+        """Peak bytes of a step, and its gradients."""
+        self.run()  # what is made once (random states, caches) is no step's
+        meter = LiveStorages()
+        for layer in self._model.decoder.layers:
+            if isinstance(layer, StreamedTransformerLayer):
+                layer.to_host = lambda x: meter.mark_host(to_host(x))
+        with meter:
+            self.run()
+        return meter, {name: p.main_grad.clone() for name, p in stage_parameters(self._model).items()}
+
+    def time(self) -> float:
+        """Seconds of a step."""
+        device = self._runner.groups.device
+        device.synchronize()
+        started = time.perf_counter()
+        self.run()
+        device.synchronize()
+        return time.perf_counter() - started
+
+
+def _largest_difference(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+    return max(((ours[n] - reference[n]).norm() / reference[n].norm()).item() for n in reference)
+
+
+def table(results: Sequence[Result]) -> str:
+    """Results for a person, with ratios to full recompute."""
+    base = next(r for r in results if r.variant == "recompute")
+    lines = [f"{'variant':20}{'peak MiB':>10}{'device MiB':>12}{'ratio':>8}{'seconds':>9}{'ratio':>8}{'grad diff':>11}"]
+    lines += [
+        f"{r.variant:20}{r.peak_bytes / 2**20:10.1f}{r.device_peak_bytes / 2**20:12.1f}"
+        f"{r.device_peak_bytes / base.device_peak_bytes:8.3f}{r.seconds:9.3f}{r.seconds / base.seconds:8.3f}"
+        f"{r.max_rel_grad_diff:11.1e}"
+        for r in results
+    ]
+    return "\n".join(lines)
+
+
+def as_json(results: Sequence[Result], sizes: Sizes, attention: str) -> dict:
+    """One object: what was measured, and `rows`."""
+    return {"sizes": asdict(sizes), "attention": attention, "rows": [asdict(r) for r in results]}
