@@ -2,13 +2,17 @@
 
 import json
 import random
+import weakref
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megamem.errors import UserError
 from megamem.layout.layout import CAUSAL, FULL, Edge, Layout, Relation, Segment, block, strict_block
@@ -86,3 +90,45 @@ def random_layout(rng: random.Random) -> Layout:
     edges += [Edge(i, j, relation("fcbs")) for i in range(count) for j in range(count) if i != j and rng.random() < 0.5]
     rng.shuffle(edges)
     return Layout(tuple(segments), tuple(edges))
+
+
+def fill_by_name(parameters: Mapping[str, nn.Parameter], tensor_rank: int = 0) -> None:
+    """Random weights keyed by name, large enough for every part to matter; no file format needs to know them.
+
+    A split parameter is drawn anew on each tensor-parallel rank, any other one is the same on all.
+    """
+    for name, parameter in parameters.items():
+        rank = tensor_rank if getattr(parameter, "tensor_model_parallel", False) else 0
+        key = torch.Generator().manual_seed(zlib.crc32(f"{name} {rank}".encode()))
+        drawn = torch.randn(parameter.shape, generator=key, dtype=torch.float64)
+        parameter.data.copy_(1 + 0.3 * drawn if name.endswith("norm.weight") else 0.3 * drawn)
+
+
+class Storages(TorchDispatchMode):
+    """What operations allocate while this is active, in bytes: the largest storage, and the most alive at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = self.peak = self._alive = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        older = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._see(tensor.untyped_storage(), older)
+        return result
+
+    def _see(self, storage, older: set[int]) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known or key in older:  # a view
+            return
+        self._known.add(key)
+        self._alive += size
+        self.largest, self.peak = max(self.largest, size), max(self.peak, self._alive)
+        weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self._alive -= size

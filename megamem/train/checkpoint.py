@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
 from megamem.config.load import dump_config
 from megamem.config.schema import RunConfig
@@ -171,7 +172,7 @@ def prune_checkpoints(run: Path, keep: int) -> None:
 def _load(folder: Path, sharded: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     try:
         state = dist_checkpointing.load(sharded, str(folder / "weights"))
-    except Exception as error:  # torch and megatron-core raise many kinds for damaged files
+    except (Exception, CheckpointException) as error:  # torch and megatron-core raise many kinds for damaged files
         raise UserError(f"{folder}: checkpoint cannot be loaded ({_first_line(error)})") from error
     model.load_state_dict(state["model"])
     return state
@@ -219,12 +220,14 @@ def _publish(temporary: Path, folder: Path) -> None:
 def _attempt(action: Any) -> str | None:
     try:
         action()
-    except Exception as error:  # also megatron-core's writers wrap an OSError in their own kinds
+    except (Exception, CheckpointException) as error:  # megatron-core's writers wrap an OSError in their own kinds
         return _first_line(error)
     return None
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]  # its own text only names ranks
     text = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {text}"[:300]
 
@@ -239,4 +242,4 @@ def _raise_together(problem: str | None, temporary: Path, groups: Groups) -> Non
     if told:
         if groups.is_main:
             shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(f"{temporary.with_suffix('')}: checkpoint could not be written ({told})")
+        raise UserError(f"{temporary.with_suffix('')}: checkpoint could not be written; is the disk full? ({told})")

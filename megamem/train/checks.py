@@ -13,15 +13,15 @@ from megamem.platform.groups import Axis, Groups
 from megamem.train.draws import Sample
 
 
-def check_finite(loss: Tensor, groups: Groups, step: int) -> None:
-    """Every rank's loss is a number.
+def check_finite(what: str, value: Tensor, groups: Groups, step: int) -> None:
+    """Every rank's loss or gradient norm is a number.
 
     Raises:
         UserError: the run cannot go on as configured (learning rate, exponent limit, dtype).
     """
-    if groups.any(not bool(torch.isfinite(loss))):
+    if groups.any(not bool(torch.isfinite(value))):
         raise UserError(
-            f"step {step}: the loss is not finite; lower optimizer.lr or objective.exponent_limit, or use "
+            f"step {step}: the {what} is not finite; lower optimizer.lr or objective.exponent_limit, or use "
             "model.dtype=float32. The last checkpoint is intact."
         )
 

@@ -21,6 +21,7 @@ def train(prepared: Prepared, groups: Groups, console: Console) -> None:
     """Train from where the run folder stands to `train.steps`; a collective call."""
     config, out = prepared.config, Path(prepared.config.out)
     run = build_run(prepared, groups, training=True)
+    dtypes = _source_dtypes(prepared)  # now: the checkpoint that is resumed from will be pruned
     _require_answers(run)
     # Identical on every rank, so the decision to evaluate is too.
     eval_prompts = _evaluation_prompts(prepared)
@@ -45,18 +46,16 @@ def train(prepared: Prepared, groups: Groups, console: Console) -> None:
             if log:
                 log.write(step + 1, metrics)
             if (step + 1) % config.train.save_every == 0 or done:
-                save(run)
+                save(run, dtypes)
             if log:
                 progress.update(bar, advance=1, told=_line(metrics))
                 if not console.is_terminal or "eval_exact" in metrics:
                     progress.console.print(f"step {step + 1}/{config.train.steps}  {_line(metrics)}")
 
 
-def save(run: Run) -> None:
+def save(run: Run, dtypes: dict[str, str]) -> None:
     """Write this step's checkpoint with the resolved configuration beside it; drop the oldest."""
     config, folder = run.prepared.config, run.prepared.model
-    source = run.prepared.resume_from or folder.path
-    dtypes = read_info(source).dtypes if folder.info or run.prepared.resume_from else _source_dtypes(run.prepared)
     info = CheckpointInfo(folder.spec.name, run.finished, has_optimizer=True, weights=config.model.dtype, dtypes=dtypes)
     target = step_folder(Path(config.out), run.finished)
     save_checkpoint(target, info, run.model, run.groups, folder.hf, run.optimizer, config)
@@ -65,6 +64,10 @@ def save(run: Run) -> None:
 
 
 def _source_dtypes(prepared: Prepared) -> dict[str, str]:
+    """Dtype codes of the Hugging Face tensors the model came from, for the export."""
+    source = prepared.resume_from or prepared.model.path
+    if prepared.resume_from or prepared.model.info:
+        return read_info(source).dtypes
     return {name: CODES[dtype] for name, dtype in prepared.weights.dtypes.items()}
 
 

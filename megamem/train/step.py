@@ -62,11 +62,13 @@ def train_step(run: Run, step: int) -> dict[str, float]:
         run.optimizer.zero_grad()
         sums.append(backward(run.trainer, update, run.prepared.objective, config.objective.length_norm))
         if config.train.checks:
-            check_finite(sums[-1]["loss"], run.groups, step)
+            check_finite("loss", sums[-1]["loss"], run.groups, step)
         total = config.train.steps * config.train.updates
         set_learning_rate(run.optimizer, learning_rate(config.optimizer, step * config.train.updates + index, total))
         _, norm, _ = run.optimizer.step()
         norms.append(float(norm))
+        if config.train.checks:
+            check_finite("gradient norm", torch.tensor(norms[-1]), run.groups, step)
     if config.train.checks:
         check_in_sync(run.model, run.groups, step)
     run.finished = step + 1

@@ -19,7 +19,7 @@ from tests.dist.harness import Cases, Grid, Outcome, run_ranks, tiny_model, tiny
 from tests.tol import assert_exact
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, SAVE_EVERY, KEEP, KILL_AFTER = 8, 2, 2, 5
+STEPS, SAVE_EVERY, KEEP, KILL_AFTER = 6, 1, 2, 3  # so that the checkpoint resumed from is pruned on the way
 TP2 = ("parallel.tensor=2",)
 # Of the clock and of the machine, not of the computation.
 MEASURED = ("seconds", "seconds_rollout", "seconds_update", "tokens_per_second", "peak_memory_gib")
@@ -88,7 +88,7 @@ def checkpoints(run):
 def write_config(folder, name, **changes):
     settings = tiny_settings(folder / "model", folder / name) | changes
     settings["train"] |= {"steps": STEPS, "save_every": SAVE_EVERY, "keep": KEEP}
-    settings["eval"] = {"every": 4, "at_start": True, "limit": 4}
+    settings["eval"] = {"every": 3, "at_start": True, "limit": 4}
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(settings), encoding="utf-8")
     return path
@@ -116,7 +116,7 @@ def same_layout(folder):
     kill_in_the_middle_of_a_step(start(["train", config, *TP2], world=2), run, KILL_AFTER + 1)  # and one of step 0
     log = run / "metrics.jsonl"
     with open(log, "a", encoding="utf-8") as handle:
-        handle.write('{"step": 6, "rew')  # a line that was being written
+        handle.write('{"step": 4, "rew')  # a line that was being written
     before = checkpoints(run)
     newest = run / "checkpoints" / before[-1]
     half = run / "checkpoints" / "step_000099.tmp"
@@ -166,7 +166,7 @@ def final_weights(whole, same_layout, other_layout, full_disk):
 
 
 def test_a_killed_run_resumes_from_its_last_checkpoint(same_layout):
-    assert "step_000004" in same_layout.before
+    assert f"step_{KILL_AFTER - 1:06d}" in same_layout.before and f"step_{STEPS:06d}" not in same_layout.before
     assert "resumed after step" in same_layout.out
 
 
@@ -194,17 +194,18 @@ def test_only_the_newest_checkpoints_are_kept(whole, same_layout):
 
 
 def test_a_run_goes_on_at_another_layout(whole, other_layout):
-    # fp32 sums in another order: 24 bits, about a hundred roundings in a row, eight steps; measured below 5e-6.
+    # fp32 sums in another order: 24 bits, about a hundred roundings in a row, six steps; measured below MEASURED_E2E.
     for expected, found in zip(metrics(whole), metrics(other_layout), strict=True):
         for key in ("reward", "exact", "length", "eval_reward"):
-            assert found.get(key) == expected.get(key), (key, expected["step"])
+            if key in expected:  # the same numbers, averaged over ranks in another order
+                assert found[key] == pytest.approx(expected[key], rel=1e-12), (key, expected["step"])
         for key in ("elbo", "grad_norm"):
             if key in expected:
                 assert found[key] == pytest.approx(expected[key], rel=1e-4), (key, expected["step"])
 
 
 def test_weights_at_another_layout_stay_close(final_weights):
-    # Eight steps of at most lr = 1e-3 each: a lost optimizer state or step would show as 1e-3.
+    # Six steps of at most lr = 1e-3 each: a lost optimizer state or step would show as 1e-3.
     for name, weight in final_weights["whole"].items():
         assert (final_weights["other"][name] - weight).abs().max() < 1e-4, name
 
@@ -228,7 +229,7 @@ def full_disk(folder, whole):
     shutil.copytree(whole, run)
     log = (run / "metrics.jsonl").read_text(encoding="utf-8")
     limit = (60_000, 60_000)
-    settings = [f"out={run}", f"train.steps={STEPS + 2}"]
+    settings = [f"out={run}", f"train.steps={STEPS + 1}"]
     process = start(
         ["train", folder / "whole.yaml", *settings], preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     )
@@ -236,7 +237,7 @@ def full_disk(folder, whole):
 
 
 def test_a_full_disk_is_told_and_harms_nothing(full_disk, final_weights):
-    assert_told(full_disk.done, "checkpoint could not be written", f"step_{STEPS + 2:06d}")
+    assert_told(full_disk.done, "checkpoint could not be written", f"step_{STEPS + 1:06d}")
     assert checkpoints(full_disk.run) == [f"step_{STEPS - SAVE_EVERY:06d}", f"step_{STEPS:06d}"]
     for name, weight in final_weights["whole"].items():
         assert_exact(final_weights["full disk"][name], weight, name)
