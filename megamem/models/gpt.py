@@ -23,7 +23,7 @@ from megamem.layout.grid import ChunkGrid
 from megamem.models.row import RowParams
 from megamem.ops.vocab import Samples, VocabShard, sample_tokens, selected_logprob
 from megamem.stream.head import streamed_logprob
-from megamem.stream.layer import StreamOptions
+from megamem.stream.layer import StreamOptions, expect_plain_gradients
 
 # What a head gets: hidden states of the selected positions, this rank's output rows, and where those rows lie.
 Head = Callable[[Tensor, Tensor, VocabShard], Tensor | Samples]
@@ -102,7 +102,11 @@ class DiffusionGPT(GPTModel):
                 hidden_SBH, self._output_weight(), position_T, head.target_T, self.vocab, row.grid,
                 self.stream.head_tokens,
             )  # fmt: skip
-        return head(self._select(hidden_SBH, position_T, row.grid), self._output_weight(), self.vocab)
+        weight_VH = self._output_weight()
+        output = head(self._select(hidden_SBH, position_T, row.grid), weight_VH, self.vocab)
+        if self.stream is not None and isinstance(output, Tensor):
+            expect_plain_gradients(output, [weight_VH])
+        return output
 
     def _chunk_grid(self, row: RowParams) -> ChunkGrid | None:
         """None for a model that does not stream, and for rows so short that all layers' activations of the row take no

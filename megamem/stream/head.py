@@ -35,10 +35,11 @@ def streamed_logprob(
     Args:
         hidden_SBH: final hidden states in the grid's order; this rank's tokens if `grid.parts` > 1, else all.
         weight_VH: this rank's rows of the output matrix (or of the tied embedding).
-        position_T: ascending row indices of the scored tokens.
+        position_T: strictly ascending row indices of the scored tokens.
         target_T: their token ids.
         head_tokens: rows of logits that exist at a time.
     """
+    assert (position_T.diff() > 0).all(), "scored positions must ascend: the row is gone through once"
     return _StreamedLogProb.apply(hidden_SBH, weight_VH, position_T, target_T, shard, grid, head_tokens)
 
 
@@ -52,13 +53,15 @@ class _StreamedLogProb(torch.autograd.Function):
             for part in _parts(scored, head_tokens):
                 picked_UH = chunk_CH[position_T[part] - span[0]]
                 logp_T[part] = logprob_forward(F.linear(picked_UH, weight_VH), target_T[part], shard)[0]
-        ctx.save_for_backward(hidden_SBH, weight_VH, position_T, target_T)
+        ctx.save_for_backward(hidden_SBH, position_T, target_T)
+        ctx.weight = weight_VH  # the parameter itself: a saved tensor would come back without its `main_grad`
         ctx.shard, ctx.grid, ctx.head_tokens = shard, grid, head_tokens
         return logp_T
 
     @staticmethod
     def backward(ctx, grad_T: Tensor):
-        hidden_SBH, weight_VH, position_T, target_T = ctx.saved_tensors
+        hidden_SBH, position_T, target_T = ctx.saved_tensors
+        weight_VH = ctx.weight
         gradients = GradientSums()
         dhidden_SBH = torch.zeros_like(hidden_SBH)
         for span, scored in _scored_chunks(ctx.grid, position_T):
@@ -71,7 +74,7 @@ class _StreamedLogProb(torch.autograd.Function):
                 dlogits_UV = logprob_gradient(logits_UV, target_T[part], grad_T[part], ctx.shard)
                 del logits_UV
                 dchunk_CH[row_U] = dlogits_UV @ weight_VH
-                gradients.add(weight_VH, dlogits_UV.t() @ picked_UH)
+                gradients.add_product(weight_VH, dlogits_UV, picked_UH)
             dhidden_SBH[ctx.grid.local(span), 0] = _scatter(dchunk_CH, ctx.grid, ctx.shard)
         return dhidden_SBH, gradients.hand_out(weight_VH), None, None, None, None, None
 

@@ -27,7 +27,7 @@ H hidden, N query heads, G key/value heads of this rank, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -69,7 +69,8 @@ class StreamedTransformerLayer(TransformerLayer):
     def forward(self, hidden_states: Tensor, *args, packed_seq_params=None, **kwargs):
         """As megatron-core's layer: `(hidden states, context)`. Rows without a grid take the plain path."""
         if packed_seq_params.grid is None:
-            return super().forward(hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs)
+            result = super().forward(hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs)
+            return expect_plain_gradients(result[0], self.parameters()), result[1]
         steps = ChunkSteps(self, packed_seq_params)
         if not torch.is_grad_enabled():
             return steps.forward(hidden_states, keep_attention=False)[0], None
@@ -206,16 +207,33 @@ class GradientSums:
         else:
             self._sums[parameter] = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
 
+    def add_product(self, parameter: nn.Parameter, dy_UV: Tensor, x_UH: Tensor, block: int = 4096) -> None:
+        """Add `dy^T x`, the gradient of a matrix `[V, H]`, without a temporary of its size (a head's is large)."""
+        total = getattr(parameter, "main_grad", None)
+        if total is None:
+            if parameter not in self._sums:
+                wide = torch.promote_types(parameter.dtype, torch.float32)
+                self._sums[parameter] = torch.zeros_like(parameter, dtype=wide)
+            total = self._sums[parameter]
+        if total.dtype == dy_UV.dtype:
+            total.addmm_(dy_UV.t(), x_UH)
+            return
+        for begin in range(0, total.size(0), block):
+            total[begin : begin + block].add_(dy_UV[:, begin : begin + block].t() @ x_UH)
+
     def hand_out(self, parameter: nn.Parameter) -> Tensor:
         """What autograd gets, once.
 
-        Where the sum is in `main_grad` already, megatron-core is told so by its own mark and ignores the value; but for
-        a tied embedding, whose other gradient autograd adds to this one and megatron-core then does read.
+        Where the sum is in `main_grad` already, megatron-core is told so by its own mark and does not read the value:
+        a view of that buffer stands in, since a dummy of a head's size would be the peak of a step. (But the gradient
+        of a tied embedding is read, mark or not: autograd adds its other part. It gets zeros.)
         """
-        if getattr(parameter, "main_grad", None) is not None:
+        main = getattr(parameter, "main_grad", None)
+        if main is not None:
             parameter.grad_added_to_main_grad = True
-            tied = getattr(parameter, "zero_out_wgrad", False)
-            return torch.zeros_like(parameter) if tied else torch.empty_like(parameter)
+            if getattr(parameter, "zero_out_wgrad", False):
+                return torch.zeros_like(parameter)
+            return main.flatten().view(parameter.dtype)[: parameter.numel()].view_as(parameter)
         found = self._sums.pop(parameter, None)
         return torch.zeros_like(parameter) if found is None else found.to(parameter.dtype)
 
@@ -238,6 +256,22 @@ class _StreamedLayer(torch.autograd.Function):
         gradients = GradientSums()
         dx_SBH = ctx.steps.backward(saved.to(ctx.device, non_blocking=True), dy_SBH, kept, gradients)
         return dx_SBH, None, None, *[gradients.hand_out(p) for p in ctx.parameters]
+
+
+def expect_plain_gradients(output: Tensor, parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Lift megatron-core's mark "already in `main_grad`" before plain gradients of `parameters` arrive; returns output.
+
+    The mark outlives the micro-batch that set it: without this, a short row after a streamed one would be ignored.
+    """
+    if output.requires_grad:
+        marked = [p for p in parameters if hasattr(p, "main_grad")]
+
+        def lift(grad: Tensor) -> None:
+            for parameter in marked:
+                parameter.grad_added_to_main_grad = False
+
+        output.register_hook(lift)
+    return output
 
 
 def to_host(x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from tests.dist.harness import (
     PlainAdam,
     build,
     exported,
+    relative,
     run_ranks,
     tiny_config,
     tiny_model,
@@ -222,9 +223,10 @@ def test_sharding_the_optimizer_changes_nothing_but_rounding(outcome, dtype, gri
 
 
 def test_a_step_moves_every_parameter(outcome):
+    # By a thousand times fp32's rounding at least: otherwise the floors above would be those of standing still.
     truth = outcome["truth"]
     for name, weight in truth["weights"].items():
-        assert (weight - truth["before"][name]).abs().max() > 5e-3, name
+        assert relative(weight, truth["before"][name]) > 1e-4, name
 
 
 @pytest.mark.parametrize("grid", RESHARDED, ids=str)

@@ -4,18 +4,16 @@ import json
 import os
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import yaml
 
-from tests.dist.harness import Cases, Grid, Outcome, run_ranks, tiny_model, tiny_settings
+from tests.dist.harness import Cases, Grid, Outcome, kill_family, run_ranks, tiny_model, tiny_settings
 from tests.tol import assert_exact
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +27,7 @@ def start(arguments, world=1, **options):
     """A `megamem` command in a session of its own; under torchrun for more than one process."""
     launcher = [sys.executable, "-m", "megamem.cli.main"]
     if world > 1:
-        torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+        torchrun = ["megamem.platform.elastic", "--standalone", f"--nproc-per-node={world}"]
         launcher = [sys.executable, "-m", *torchrun, "-m", "megamem.cli.main"]
     return subprocess.Popen(
         [*launcher, *map(str, arguments)],
@@ -43,7 +41,7 @@ def start(arguments, world=1, **options):
     )
 
 
-def finish(process, timeout=240):
+def finish(process, timeout=600):
     """Wait; the process with `out` and `err`."""
     try:
         out, err = process.communicate(timeout=timeout)
@@ -54,13 +52,7 @@ def finish(process, timeout=240):
 
 
 def kill(process):
-    """SIGKILL to the process and everything it started."""
-    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    for member in family:
-        try:
-            member.send_signal(signal.SIGKILL)
-        except psutil.NoSuchProcess:
-            pass
+    kill_family(process.pid)
     process.communicate()
 
 
@@ -71,7 +63,7 @@ def metrics(run):
 
 def kill_in_the_middle_of_a_step(process, run, lines):
     """Wait until the log has so many lines, then half a step, then SIGKILL."""
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 600
     while not (run / "metrics.jsonl").exists() or (run / "metrics.jsonl").read_text().count("\n") < lines:
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline, "no progress"
@@ -194,14 +186,14 @@ def test_only_the_newest_checkpoints_are_kept(whole, same_layout):
 
 
 def test_a_run_goes_on_at_another_layout(whole, other_layout):
-    # fp32 sums in another order: 24 bits, about a hundred roundings in a row, six steps; measured below MEASURED_E2E.
+    # fp32 sums in another order: 24 bits, about a hundred roundings in a row, six steps; measured below 2e-7.
     for expected, found in zip(metrics(whole), metrics(other_layout), strict=True):
         for key in ("reward", "exact", "length", "eval_reward"):
             if key in expected:  # the same numbers, averaged over ranks in another order
                 assert found[key] == pytest.approx(expected[key], rel=1e-12), (key, expected["step"])
         for key in ("elbo", "grad_norm"):
             if key in expected:
-                assert found[key] == pytest.approx(expected[key], rel=1e-4), (key, expected["step"])
+                assert found[key] == pytest.approx(expected[key], rel=2e-6), (key, expected["step"])
 
 
 def test_weights_at_another_layout_stay_close(final_weights):

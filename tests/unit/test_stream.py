@@ -122,7 +122,7 @@ def test_layer_at_any_chunk_size(groups, layout):
 @each_option
 def test_layer_with_every_option(groups, layout, options):
     layer = build(groups, ARCHITECTURES["everything"], options).decoder.layers[0]
-    assert_layers_equal(layer, layout, [1, 5])
+    assert_layers_equal(layer, layout, [4])
 
 
 @each_architecture
@@ -151,7 +151,7 @@ def test_layer_input_needs_no_gradient(groups):
 # --- the whole model
 
 
-SCORED = {"none": 0, "one": 1, "some": 2, "all": 3}
+SCORED = ("none", "one", "some", "all")
 
 
 def scored(layout: Layout, how: str) -> Tensor:
@@ -186,52 +186,52 @@ def plain_gradients(model, several: list[Row]) -> tuple[list[Tensor], dict[str, 
 
 
 def buffer_gradients(model, groups, several: list[Row]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """The same with megatron-core's DistributedDataParallel and its `main_grad`, twice (buffers are used again)."""
+    """The same with megatron-core's DistributedDataParallel and its `main_grad`."""
     runner = Runner(wrap_for_training(model, ParallelConfig()), groups, "full")
-    for _ in range(2):
-        runner.model.zero_grad_buffer()
-        reports = runner.forward_backward(
-            several, lambda row, logp_T: ((logp_T * cotangent(logp_T)).sum(), {"logp": logp_T.detach()})
-        )
+    runner.model.zero_grad_buffer()
+    reports = runner.forward_backward(
+        several, lambda row, logp_T: ((logp_T * cotangent(logp_T)).sum(), {"logp": logp_T.detach()})
+    )
     return [r["logp"] for r in reports], {n: p.main_grad.clone() for n, p in stage_parameters(model).items()}
 
 
-def assert_models_equal(groups, arch: Architecture, options: StreamOptions, several: list[Row], buffers: bool) -> None:
+def assert_models_equal(groups, arch: Architecture, several: list[Row], buffers: bool, *options: StreamOptions) -> None:
     def run(stream):
         model = build(groups, arch, stream)
         return buffer_gradients(model, groups, several) if buffers else plain_gradients(model, several)
 
-    logps, grads = run(options)
     expected_logps, expected = run(None)
-    assert grads.keys() == expected.keys()
-    for i, (found, logp_T) in enumerate(zip(logps, expected_logps, strict=True)):
-        if len(logp_T):
-            assert_algebra(found, logp_T, f"log-probs of row {i}")
-    for name, value in expected.items():
-        assert_algebra(grads[name], value, name)
+    for stream in options:
+        logps, grads = run(stream)
+        assert grads.keys() == expected.keys()
+        for i, (found, logp_T) in enumerate(zip(logps, expected_logps, strict=True)):
+            if len(logp_T):
+                assert_algebra(found, logp_T, f"{stream}: log-probs of row {i}")
+        for name, value in expected.items():
+            assert_algebra(grads[name], value, f"{stream}: {name}")
 
 
 @each_layout
 @pytest.mark.parametrize("buffers", [False, True], ids=["grad", "main_grad"])
 def test_model_of_every_layout(groups, layout, buffers):
-    assert_models_equal(groups, ARCHITECTURES["gqa"], OPTIONS[0], [make_row(groups, layout)], buffers)
+    assert_models_equal(groups, ARCHITECTURES["gqa"], [make_row(groups, layout)], buffers, OPTIONS[0])
 
 
 @each_architecture
 @pytest.mark.parametrize("buffers", [False, True], ids=["grad", "main_grad"])
 def test_model_of_every_architecture(groups, arch, buffers):
     several = [make_row(groups, LAYOUTS[name], seed=i) for i, name in enumerate(["packed", "prefix_causal"])]
-    assert_models_equal(groups, arch, OPTIONS[1], several, buffers)
+    assert_models_equal(groups, arch, several, buffers, OPTIONS[1])
 
 
 @pytest.mark.parametrize("how", SCORED)
-@pytest.mark.parametrize("head_tokens", [1, 3, BIG])
 @pytest.mark.parametrize("name", ["gqa", "tied_head"])
-def test_head(groups, name, head_tokens, how):
+@pytest.mark.parametrize("buffers", [False, True], ids=["grad", "main_grad"])
+def test_head_tokens(groups, name, how, buffers):
     """With nothing scored the gradient is zero, not absent and not garbage."""
     several = [make_row(groups, LAYOUTS["prefix_causal"], how)]
-    for buffers in (False, True):
-        assert_models_equal(groups, ARCHITECTURES[name], StreamOptions(6, head_tokens), several, buffers)
+    options = [StreamOptions(6, head_tokens) for head_tokens in (1, 3, BIG)]
+    assert_models_equal(groups, ARCHITECTURES[name], several, buffers, *options)
 
 
 @pytest.mark.parametrize("places", [[3, 1, 2], [1, 2, 2, 5]], ids=["unsorted", "twice"])
@@ -250,11 +250,8 @@ def test_micro_batches_add_up(groups, name, order, buffers):
     """Rows of three lengths, one of them so short that it takes the plain path, in any order."""
     layouts = [rows([1, 1]), LAYOUTS["causal"], LAYOUTS["block"]]
     several = [make_row(groups, layouts[i], ("all", "some", "one")[i], seed=i) for i in order]
-    assert_models_equal(groups, ARCHITECTURES[name], StreamOptions(8, 3), several, buffers)
-    grids = [row.params.grid for row in several]
-    assert grids == [None] * 3, "the plain model ran last"
-    call(build(groups, ARCHITECTURES[name], StreamOptions(8, 3)), several[order.index(0)])
-    assert several[order.index(0)].params.grid is None, "this row was meant to be short"
+    assert_models_equal(groups, ARCHITECTURES[name], several, buffers, StreamOptions(8, 3))
+    assert [row.params.grid is None for row in several] == [i == 0 for i in order]  # the streamed model ran last
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -275,7 +272,7 @@ def test_short_rows_take_the_plain_path(groups, layers, monkeypatch):
 
 
 @each_layout
-@each_option
+@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[3]], ids=str)
 def test_forward_without_gradient(groups, layout, options):
     """Log-probs are those of the forward with gradient, bit by bit; logits those of the plain model."""
     streamed, plain = (build(groups, ARCHITECTURES["everything"], stream) for stream in (options, None))
@@ -329,7 +326,7 @@ def test_every_parameter_fires_once(groups, name, options, buffers):
 # --- low precision
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[1]], ids=str)
 @pytest.mark.parametrize("name", ["full", "prefix_causal", "block_diffusion"])
 @pytest.mark.parametrize("buffers", [False, True], ids=["grad", "main_grad"])
 def test_bf16_model(groups, name, options, buffers):
@@ -384,9 +381,11 @@ def test_many_chunks_lose_nothing(groups, buffers):
 # --- memory
 
 
-LONG = 240
-WIDE = dict(layers=2, ffn=1500, vocab_rows=6000, max_positions=4 * LONG)
-PER_TOKEN = 600  # entries: 25 H, the layers' inputs and a row's x, dx, y, dy, q, k, v, dk, dv; below ffn and vocabulary
+LONG = 96  # a row of the longest chunk count here is four times that
+WIDE = dict(layers=2, ffn=1200, vocab_rows=3000, max_positions=4 * LONG)
+# Entries a token may cost: 10 H (measured: 7.5 H), for two layers' inputs and one layer's x, dx, y, dy, q, k, v, dk, dv.
+# A buffer of tokens x ffn alone would cost 1200.
+PER_TOKEN = 240
 
 
 def allocated(groups, stream, length: int, training: bool, how: str) -> Storages:
@@ -405,15 +404,14 @@ def allocated(groups, stream, length: int, training: bool, how: str) -> Storages
 @pytest.mark.parametrize("training", [True, False], ids=["step", "no_grad"])
 @pytest.mark.parametrize("how", ["some", "all"])
 def test_no_buffer_of_tokens_times_ffn_or_vocabulary(groups, how, training):
+    """The largest allocation stays below `tokens x ffn` (it is a weight's gradient), and little grows with the row."""
     if not groups.device.is_cpu:
         pytest.skip("the meter does not see operations that autograd runs on a GPU's thread")
-    stream, arch = StreamOptions(16, 8), architecture(**WIDE)
+    arch, stream = architecture(**WIDE), StreamOptions(16, 16)
     short, long = (allocated(groups, stream, length, training, how) for length in (LONG, 4 * LONG))
-    rows_of_ffn, rows_of_vocabulary = LONG * arch.ffn * 8, LONG * arch.vocab_rows * 8
-    assert short.largest == long.largest, "the largest buffer grows with the row"
+    rows_of_ffn, rows_of_vocabulary = (LONG * width * 8 for width in (arch.ffn, arch.vocab_rows))
+    assert short.largest == long.largest < rows_of_ffn
     grown = (long.peak - short.peak) / (3 * LONG) / 8
     assert grown < PER_TOKEN, f"{grown:.0f} entries a token"
-    if not training:  # (a step's largest buffer is a weight's gradient)
-        assert long.largest < rows_of_ffn
     plain = allocated(groups, None, LONG, training, how)
     assert plain.largest > (rows_of_vocabulary if how == "all" else rows_of_ffn), "the meter sees what streams avoid"
