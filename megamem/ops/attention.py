@@ -17,7 +17,11 @@ from torch import Tensor
 
 from megamem.layout.dense import dense_mask
 from megamem.layout.layout import Layout
-from megamem.ops.attention_plan import Call, Plan, plan_attention
+from megamem.ops.attention_plan import Call, Plan, plan_attention, split_keys
+
+# Keys of one backward call. A call returns fresh dK and dV of its keys; for a chunk of queries over a long row these
+# would be as large as the row's own accumulators.
+KEYS_AT_ONCE = 1024
 
 
 def naive_attend(q_SND: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> Tensor:
@@ -110,7 +114,7 @@ def attention_backward(
         The queries' gradient `[Q, N, D]` in their dtype.
     """
     dq_QND = torch.zeros_like(q_QND, dtype=_accumulator_dtype(q_QND.dtype), memory_format=torch.contiguous_format)
-    for call in plan.calls:
+    for call in (part for whole in plan.calls for part in split_keys(whole, KEYS_AT_ONCE)):
         parts = _flash_backward(
             _queries(grad_QND, call), _queries(q_QND, call), _keys(k_SGD, call), _keys(v_SGD, call),
             _queries(out_QND, call), _queries(lse_QN, call), call.first.causal,

@@ -6,7 +6,7 @@ causal triangle. Tiles of one shape at one spacing become one batched `Call`.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
@@ -175,4 +175,15 @@ def keys_seen(plan: Plan) -> list[tuple[int, int]]:
         (c.first.k + i * c.k_stride, c.first.k + i * c.k_stride + c.first.k_len)
         for c in plan.calls
         for i in range(c.count)
+    ]
+
+
+def split_keys(call: Call, size: int) -> list[Call]:
+    """The same pairs of tokens in calls over at most `size` keys each (causal squares stay whole)."""
+    tile = call.first
+    if tile.causal or tile.k_len <= size:
+        return [call]
+    return [
+        replace(call, first=replace(tile, k=tile.k + begin, k_len=min(size, tile.k_len - begin)))
+        for begin in range(0, tile.k_len, size)
     ]

@@ -168,10 +168,11 @@ def rows_against_plain(groups, name, sequence):
         runner = Runner(optim.wrap_for_training(model, ParallelConfig()), groups, "full")
         runner.model.zero_grad_buffer()
         reports = runner.forward_backward(several, lambda row, logp_T: (objective(logp_T), {"logp": logp_T.detach()}))
+        without_gradient = runner.forward(several)
         found = {n: p.main_grad for n, p in stage_parameters(model).items()}
         if groups.is_last_stage:
             found["log-probs"] = torch.cat([r["logp"] for r in reports])
-            found["log-probs without gradient"] = torch.cat(runner.forward(several))
+            found["log-probs without gradient"] = torch.cat(without_gradient)
         return found
 
     return differences(groups, run(options), run(None))

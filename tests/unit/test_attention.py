@@ -323,3 +323,15 @@ def test_a_token_that_sees_nothing_is_refused(layout, token):
 def test_wrong_length_is_refused():
     with pytest.raises(AssertionError):
         attend(*random_qkv(6, 2, 2, 4), rows([5]))
+
+
+def test_keys_are_split_without_a_difference(monkeypatch):
+    """Backward in blocks of keys (as long rows run it) against one call per tile."""
+    layout = prefix_lm([(29, 18), (7, 3)])
+    shapes = [(layout.length, heads, 8) for heads in (4, 2, 2)]
+    seeds = [torch.Generator().manual_seed(i) for i in range(3)]
+    inputs = [torch.randn(s, generator=g, dtype=torch.float64) for s, g in zip(shapes, seeds, strict=True)]
+    whole = value_and_gradients(lambda q, k, v: attend(q, k, v, layout), *inputs)
+    monkeypatch.setattr(attention, "KEYS_AT_ONCE", 5)
+    for ours, theirs in zip(value_and_gradients(lambda q, k, v: attend(q, k, v, layout), *inputs), whole, strict=True):
+        assert_algebra(ours, theirs)

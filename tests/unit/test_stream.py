@@ -383,7 +383,7 @@ def test_many_chunks_lose_nothing(groups, buffers):
 
 LONG = 96  # a row of the longest chunk count here is four times that
 WIDE = dict(layers=2, ffn=1200, vocab_rows=3000, max_positions=4 * LONG)
-# Entries a token may cost: 10 H (measured: 7.5 H), for two layers' inputs and one layer's x, dx, y, dy, q, k, v, dk, dv.
+# Entries a token may cost: 10 H (measured: 7.5 H) for two layers' inputs and one layer's dx, dy, q, k, v, dk, dv.
 # A buffer of tokens x ffn alone would cost 1200.
 PER_TOKEN = 240
 
