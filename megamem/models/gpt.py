@@ -72,6 +72,7 @@ class DiffusionGPT(GPTModel):
 
     vocab: VocabShard
     stream: StreamOptions | None = None
+    stream_short_rows: bool = False
 
     def forward(self, ids_BS: Tensor, row: RowParams, position_T: Tensor, head: Head) -> Tensor | Samples:
         """Run this stage on one packed row.
@@ -110,8 +111,10 @@ class DiffusionGPT(GPTModel):
 
     def _chunk_grid(self, row: RowParams) -> ChunkGrid | None:
         """None for a model that does not stream, and for rows so short that all layers' activations of the row take no
-        more than one layer's of a chunk."""
-        if self.stream is None or row.layout.length * len(self.decoder.layers) <= self.stream.chunk_tokens:
+        more than one layer's of a chunk (unless short rows must stream, too)."""
+        if self.stream is None:
+            return None
+        if row.layout.length * len(self.decoder.layers) <= self.stream.chunk_tokens and not self.stream_short_rows:
             return None
         parts = self.vocab.axis.size if self.config.sequence_parallel else 1
         return ChunkGrid(row.layout.length, self.stream.chunk_tokens, parts)

@@ -27,6 +27,9 @@ def wrap_for_training(model: nn.Module, parallel: ParallelConfig) -> Distributed
         ),
         model,
     )
+    # Streamed and plain layers hand out their gradients in different orders. Buckets leave in that order, which has to
+    # be one on all ranks, so with overlap no row may take the plain path.
+    model.stream_short_rows = parallel.overlap_grad_reduce
     model.config.no_sync_func = ddp.no_sync
     model.config.finalize_model_grads_func = _finalize
     return ddp

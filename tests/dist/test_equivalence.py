@@ -18,7 +18,15 @@ from megamem.platform.rng import generator
 from megamem.rollout.rollout import Request
 from megamem.rollout.sampler import sample
 from megamem.train.draws import DrawRows
-from megamem.train.step import _drop_silent, learn_from_answers, learn_from_rollouts, make_updates, train_step
+from megamem.train.experience import group_ids
+from megamem.train.step import (
+    _drop_silent,
+    learn_from_answers,
+    learn_from_rollouts,
+    make_sample,
+    make_updates,
+    train_step,
+)
 from megamem.train.update import Update, backward
 from tests.dist.harness import (
     Altered,
@@ -189,7 +197,9 @@ def uneven_gradients(groups, model, out, settings):
     run = build(config, groups)
     alone = dataclasses.replace(groups.dp, rank=0, size=1)
     whole = dataclasses.replace(run, groups=dataclasses.replace(groups, dp=alone))
-    samples = make_updates(whole, learn_from_rollouts(whole, 0), 0)[0].samples
+    batch, ids = learn_from_rollouts(whole, 0), group_ids(config, whole.groups).tolist()
+    rated = zip(batch.rollouts, batch.advantage_N.tolist(), ids, strict=True)
+    samples = [make_sample(config, *one, 0, run.prepared.model.arch.eos_id) for one in rated]
     mine = samples[:3] if groups.dp.rank == 0 else samples[3:]
     tokens_B = torch.tensor([s.scored_tokens for s in mine])
     groups_B = torch.tensor([s.group for s in mine])

@@ -271,6 +271,14 @@ def test_short_rows_take_the_plain_path(groups, layers, monkeypatch):
     assert row.params.grid == ChunkGrid(24 // layers + 1, 24, 1)
 
 
+def test_with_overlap_short_rows_stream_too(groups):
+    """Streamed and plain layers hand out gradients in different orders, and buckets leave in that order."""
+    model, row = build(groups, ARCHITECTURES["gqa"], StreamOptions(24, 3)), make_row(groups, rows([2]), "all")
+    for overlap in (True, False):
+        call(wrap_for_training(model, ParallelConfig(overlap_grad_reduce=overlap)), row)
+        assert (row.params.grid is not None) == overlap
+
+
 @each_layout
 @pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[3]], ids=str)
 def test_forward_without_gradient(groups, layout, options):
@@ -407,7 +415,7 @@ def test_no_buffer_of_tokens_times_ffn_or_vocabulary(groups, how, training):
     """The largest allocation stays below `tokens x ffn` (it is a weight's gradient), and little grows with the row."""
     if not groups.device.is_cpu:
         pytest.skip("the meter does not see operations that autograd runs on a GPU's thread")
-    arch, stream = architecture(**WIDE), StreamOptions(16, 16)
+    arch, stream = architecture(**WIDE), StreamOptions(40, 8)
     short, long = (allocated(groups, stream, length, training, how) for length in (LONG, 4 * LONG))
     rows_of_ffn, rows_of_vocabulary = (LONG * width * 8 for width in (arch.ffn, arch.vocab_rows))
     assert short.largest == long.largest < rows_of_ffn
