@@ -27,7 +27,7 @@ H hidden, N query heads, G key/value heads of this rank, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -191,11 +191,24 @@ class GradientSums:
         inputs: Sequence[Tensor],
         parameters: Sequence[nn.Parameter],
     ) -> tuple[Tensor, ...]:
-        """Gradients of `inputs`; those of `parameters` are added to the sums."""
-        found = torch.autograd.grad(outputs, [*inputs, *parameters], grads)
-        for parameter, grad in zip(parameters, found[len(inputs) :], strict=True):
-            self.add(parameter, grad)
-        return found[: len(inputs)]
+        """Gradients of `inputs`; those of `parameters` are added to the sums, each as soon as it exists.
+
+        (All weight gradients of a chunk together would outweigh its activations.)
+        """
+
+        def absorb(parameter: nn.Parameter) -> Callable[[Tensor], Tensor]:
+            def hook(grad: Tensor) -> Tensor:
+                self.add(parameter, grad)
+                return grad.new_zeros(()).expand_as(grad)
+
+            return hook
+
+        handles = [parameter.register_hook(absorb(parameter)) for parameter in parameters]
+        try:
+            return torch.autograd.grad(outputs, [*inputs, *parameters], grads)[: len(inputs)]
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def add(self, parameter: nn.Parameter, grad: Tensor) -> None:
         """Add one chunk's gradient."""
