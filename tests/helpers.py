@@ -2,7 +2,6 @@
 
 import json
 import random
-import weakref
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megamem.errors import UserError
 from megamem.layout.layout import CAUSAL, FULL, Edge, Layout, Relation, Segment, block, strict_block
@@ -102,33 +99,3 @@ def fill_by_name(parameters: Mapping[str, nn.Parameter], tensor_rank: int = 0) -
         key = torch.Generator().manual_seed(zlib.crc32(f"{name} {rank}".encode()))
         drawn = torch.randn(parameter.shape, generator=key, dtype=torch.float64)
         parameter.data.copy_(1 + 0.3 * drawn if name.endswith("norm.weight") else 0.3 * drawn)
-
-
-class Storages(TorchDispatchMode):
-    """What operations allocate while this is active, in bytes: the largest storage, and the most alive at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = self.peak = self._alive = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        older = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._see(tensor.untyped_storage(), older)
-        return result
-
-    def _see(self, storage, older: set[int]) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._known or key in older:  # a view
-            return
-        self._known.add(key)
-        self._alive += size
-        self.largest, self.peak = max(self.largest, size), max(self.peak, self._alive)
-        weakref.finalize(storage, self._gone, key, size)
-
-    def _gone(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self._alive -= size

@@ -1,6 +1,6 @@
 """Plot a run folder's metrics.jsonl: reward, exact-solve rate and gradient norm against step.
 
-    python tools/plot_run.py runs/demo [OUT.png]
+python tools/plot_run.py runs/demo [OUT.png]
 """
 
 import json

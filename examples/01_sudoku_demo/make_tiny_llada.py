@@ -1,6 +1,6 @@
 """Write a Hugging Face folder of a tiny LLaDA without weights: config.json and its own sentencepiece tokenizer.
 
-    python examples/01_sudoku_demo/make_tiny_llada.py OUT
+python examples/01_sudoku_demo/make_tiny_llada.py OUT
 """
 
 import json

@@ -12,12 +12,13 @@ class LiveStorages(TorchDispatchMode):
 
     Attributes:
         bytes, peak: of all of them, now and at most.
+        largest: of a single one.
         device_peak: at most, without those declared to be host memory by `mark_host`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes = self.peak = self.device_peak = 0
+        self.bytes = self.peak = self.device_peak = self.largest = 0
         self._host_bytes = 0
         self._sizes: dict[int, int] = {}
 
@@ -43,6 +44,7 @@ class LiveStorages(TorchDispatchMode):
             return
         self._sizes[key] = size
         self.bytes += size
+        self.largest = max(self.largest, size)
         self.peak = max(self.peak, self.bytes)
         self.device_peak = max(self.device_peak, self.bytes - self._host_bytes)
         weakref.finalize(storage, self._gone, key, size)

@@ -1,13 +1,11 @@
 """BGPO's memory does not grow with the number of draws (arXiv 2510.11683, Algorithm 1); a retained graph's does."""
 
 import dataclasses
-import weakref
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from megamem.bench.memory import LiveStorages
 from megamem.diffusion.noise import draw_noise
 from megamem.objectives.registry import build_objective
 from megamem.platform.rng import generator
@@ -19,36 +17,6 @@ from tests.dist.harness import tiny_model as tiny_model_folder
 DRAWS = (1, 2, 8, 32)
 PLAIN_DRAWS = (1, 8)
 LENGTH = 16
-
-
-class LiveStorages(TorchDispatchMode):
-    """Bytes of tensor storages that are born while this is active: now, and at most."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        inputs = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self._see(tensor.untyped_storage(), inputs)
-        return result
-
-    def _see(self, storage, inputs):
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._known or key in inputs:  # a view: of something seen, or of something older than this mode
-            return
-        self._known.add(key)
-        self.bytes += size
-        self.peak = max(self.peak, self.bytes)
-        weakref.finalize(storage, self._gone, key, size)
-
-    def _gone(self, key, size):
-        self._known.discard(key)
-        self.bytes -= size
 
 
 def test_the_meter_counts_live_storages_once():

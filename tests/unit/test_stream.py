@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megamem.bench.memory import LiveStorages
 from megamem.config.architecture import Architecture
 from megamem.config.schema import ParallelConfig
 from megamem.convert.weights import stage_parameters
@@ -24,7 +25,7 @@ from megamem.platform.groups import process_groups
 from megamem.platform.launch import Ranks
 from megamem.stream.layer import StreamOptions
 from megamem.train.optim import wrap_for_training
-from tests.helpers import Storages, fill_by_name
+from tests.helpers import fill_by_name
 from tests.tol import assert_algebra, assert_exact, assert_floor
 from tests.unit.test_attention import block_diffusion
 
@@ -396,12 +397,12 @@ WIDE = dict(layers=2, ffn=1200, vocab_rows=3000, max_positions=4 * LONG)
 PER_TOKEN = 240
 
 
-def allocated(groups, stream, length: int, training: bool, how: str) -> Storages:
+def allocated(groups, stream, length: int, training: bool, how: str) -> LiveStorages:
     model = build(groups, architecture(**WIDE), stream)
     runner = Runner(wrap_for_training(model, ParallelConfig()), groups, "full")
     runner.model.zero_grad_buffer()
     several = [make_row(groups, rows([length // 2, length // 2], CAUSAL), how)]
-    with Storages() as storages:
+    with LiveStorages() as storages:
         if training:
             runner.forward_backward(several, lambda row, logp_T: (logp_T.sum(), {}))
         else:
