@@ -239,8 +239,8 @@ def _compare_logits(
 ) -> tuple[float, float]:
     """Largest absolute difference over the common vocabulary, and the reference's largest absolute logit."""
     from megamem.models.gpt import LogitsHead
-    from megamem.models.row import RowParams
-    from megamem.models.runner import Row, Runner
+    from megamem.models.row import Row, RowParams
+    from megamem.models.runner import Runner
 
     rows_count, length = ids_BL.shape
     runner = Runner(model, groups, folder.arch.attention)

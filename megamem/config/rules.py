@@ -154,6 +154,15 @@ def streams_fit(config: RunConfig, arch: Architecture, world: int) -> Iterator[s
         )
 
 
+def streamed_schedule_streams(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    p = config.pipeline
+    if p.schedule == "streamed" and not config.stream.layers:
+        yield "pipeline.schedule = streamed needs stream.layers = true; allowed without: megatron"
+    if p.schedule == "megatron" and (p.slack is not None or p.trace):
+        key, value = ("slack", p.slack) if p.slack is not None else ("trace", "true")
+        yield f"pipeline.{key} = {value} belongs to pipeline.schedule = streamed, which is megatron; leave it out"
+
+
 RULES: tuple[Rule, ...] = (
     world_divisible,
     model_divisible,
@@ -166,9 +175,16 @@ RULES: tuple[Rule, ...] = (
     prefix_is_exact,
     one_source_of_rollouts,
     streams_fit,
+    streamed_schedule_streams,
 )
 # What commands that only run the model need.
-LAYOUT_RULES: tuple[Rule, ...] = (world_divisible, model_divisible, decoding_schedule, streams_fit)
+LAYOUT_RULES: tuple[Rule, ...] = (
+    world_divisible,
+    model_divisible,
+    decoding_schedule,
+    streams_fit,
+    streamed_schedule_streams,
+)
 
 
 def check(config: RunConfig, arch: Architecture, world: int, rules: tuple[Rule, ...] = RULES) -> None:

@@ -124,7 +124,20 @@ class StreamConfig(Section):
     chunk_tokens: PositiveInt = Field(1024, description="tokens of a chunk, over the ranks that share a row")
     head_tokens: PositiveInt = Field(256, description="rows of logits that exist at a time")
     save: Literal["input", "input+attention"] = "input"
-    offload: Literal["none", "cpu"] = "none"
+    offload: Literal["none", "cpu"] = Field("none", description="cpu: layer inputs wait in pinned host memory")
+    window: Literal["layer", "stage"] = Field(
+        "stage", description="streamed schedule: send units through the whole stage one by one, or rows layer by layer"
+    )
+
+
+class PipelineConfig(Section):
+    schedule: Literal["megatron", "streamed"] = Field(
+        "megatron", description="streamed: chunks cross stage boundaries as soon as they are done"
+    )
+    slack: PositiveInt | None = Field(
+        None, description="forwards by which a stage runs ahead of the next; default: from the units' costs"
+    )
+    trace: bool = Field(False, description="write what every stage did and when to out/trace (tools/trace.py draws it)")
 
 
 def _task_from_name(value: Any) -> Any:
@@ -148,5 +161,6 @@ class RunConfig(Section):
     objective: ObjectiveConfig = ObjectiveConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     stream: StreamConfig = StreamConfig()
+    pipeline: PipelineConfig = PipelineConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()

@@ -44,18 +44,24 @@ class ChunkGrid:
         ]
 
 
-def chunk_readers(seen: Sequence[Sequence[tuple[int, int]]], spans: Sequence[tuple[int, int]]) -> list[set[int]]:
-    """For every key chunk, the query chunks that see some of it, and itself.
+def chunk_units(seen: Sequence[Sequence[tuple[int, int]]], spans: Sequence[tuple[int, int]]) -> list[range]:
+    """Runs of chunks that can go through layers one after the other: no unit sees a later one (DESIGN section 3.4).
+
+    Chunks that see each other both ways are one unit: a causal row has as many units as chunks, a bidirectional one
+    has one. Units run forward in order and backward in reverse: once a unit has run its backward, every query that
+    sees its keys has, and the gradient of its keys is complete.
 
     Args:
         seen: of every query chunk, the key ranges its queries see.
         spans: row ranges of the chunks.
 
-    The gradient of a key chunk is complete once all of its readers have run their backward.
+    Returns:
+        Indices of the chunks of every unit.
     """
-    readers: list[set[int]] = [{i} for i in range(len(spans))]
-    for query, ranges in enumerate(seen):
-        for key, (start, stop) in enumerate(spans):
-            if any(first < stop and start < last for first, last in ranges):
-                readers[key].add(query)
-    return readers
+    units, first, reach = [], 0, 0
+    for chunk, ranges in enumerate(seen):
+        reach = max([reach, *(last for _, last in ranges)])
+        if reach <= spans[chunk][1]:
+            units.append(range(first, chunk + 1))
+            first = chunk + 1
+    return units

@@ -6,7 +6,6 @@ for rollouts, logits for verification. Full logits never leave the model.
 Shapes: S packed tokens, B = 1, H hidden, T selected positions, V vocabulary rows of this shard.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,20 +19,25 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from megamem.layout.grid import ChunkGrid
-from megamem.models.row import RowParams
+from megamem.models.row import Head, RowParams
 from megamem.ops.vocab import Samples, VocabShard, sample_tokens, selected_logprob
-from megamem.stream.head import streamed_logprob
-from megamem.stream.layer import StreamOptions, expect_plain_gradients
-
-# What a head gets: hidden states of the selected positions, this rank's output rows, and where those rows lie.
-Head = Callable[[Tensor, Tensor, VocabShard], Tensor | Samples]
+from megamem.stream.gradients import expect_plain_gradients
+from megamem.stream.head import HeadSteps, streamed_logprob
+from megamem.stream.layer import StreamOptions
 
 
 @dataclass(frozen=True)
 class LogProbHead:
-    """log p(target), `[T]`, at least fp32."""
+    """log p(target), `[T]`, at least fp32.
+
+    Attributes:
+        target_T: token ids.
+        known_T: the gradient these log-probs will get, where it does not depend on them (see `Runner`): a streamed
+            head then makes one pass.
+    """
 
     target_T: Tensor
+    known_T: Tensor | None = None
 
     def __call__(self, hidden_TH: Tensor, weight_VH: Tensor, shard: VocabShard) -> Tensor:
         return selected_logprob(hidden_TH, weight_VH, self.target_T, shard)
@@ -74,63 +78,71 @@ class DiffusionGPT(GPTModel):
     stream: StreamOptions | None = None
     stream_short_rows: bool = False
 
-    def forward(self, ids_BS: Tensor, row: RowParams, position_T: Tensor, head: Head) -> Tensor | Samples:
+    def forward(self, ids_BS: Tensor, row: RowParams, position_T: Tensor | None, head: Head) -> Tensor | Samples:
         """Run this stage on one packed row.
 
         Args:
             ids_BS: token ids `[1, S]`; read by the first stage only.
             row: the layout; S must be a multiple of the tensor-parallel size under sequence parallelism. A long row
                 gets its chunk grid here if the model streams.
-            position_T: row indices whose hidden states the head needs.
+            position_T: row indices whose hidden states the head needs; None: all of them.
             head: applied on the last stage.
 
         Returns:
             Hidden states `[S or S/tp, 1, H]` for the next stage, or what the head returns.
         """
-        row.grid = self._chunk_grid(row)
-        hidden_SBH = None
-        if self.pre_process:
-            positions_BS = torch.tensor([row.layout.positions()], device=ids_BS.device)
-            if row.grid is not None and row.grid.parts > 1:
-                order_S = torch.tensor(row.grid.order(), device=ids_BS.device)
-                ids_BS, positions_BS = ids_BS[:, order_S], positions_BS[:, order_S]
-            hidden_SBH = self.embedding(input_ids=ids_BS, position_ids=positions_BS)
+        row.grid = self.chunk_grid(row)
+        hidden_SBH = self.embed(ids_BS, row) if self.pre_process else None
         hidden_SBH = self.decoder(hidden_states=hidden_SBH, attention_mask=None, packed_seq_params=row)
-        if not self.post_process:
-            return hidden_SBH
+        return self.predict(hidden_SBH, row, position_T, head) if self.post_process else hidden_SBH
+
+    def chunk_grid(self, row: RowParams, short_rows: bool = False) -> ChunkGrid | None:
+        """None for a model that does not stream, and for rows so short that all layers' activations of the row take no
+        more than one layer's of a chunk (unless short rows must stream, too)."""
+        if self.stream is None:
+            return None
+        short = row.layout.length * len(self.decoder.layers) <= self.stream.chunk_tokens
+        if short and not (short_rows or self.stream_short_rows):
+            return None
+        parts = self.vocab.axis.size if self.config.sequence_parallel else 1
+        return ChunkGrid(row.layout.length, self.stream.chunk_tokens, parts)
+
+    def embed(self, ids_BS: Tensor, row: RowParams) -> Tensor:
+        """Embeddings `[S or S/tp, 1, H]` in the order of the row's grid; first stage only."""
+        positions_BS = torch.tensor([row.layout.positions()], device=ids_BS.device)
+        if row.grid is not None and row.grid.parts > 1:
+            order_S = torch.tensor(row.grid.order(), device=ids_BS.device)
+            ids_BS, positions_BS = ids_BS[:, order_S], positions_BS[:, order_S]
+        return self.embedding(input_ids=ids_BS, position_ids=positions_BS)
+
+    def predict(self, hidden_SBH: Tensor, row: RowParams, position_T: Tensor | None, head: Head) -> Tensor | Samples:
+        """What the head makes of the final hidden states (after the last norm); last stage only."""
         if row.grid is not None and isinstance(head, LogProbHead):
-            return streamed_logprob(
-                hidden_SBH, self._output_weight(), position_T, head.target_T, self.vocab, row.grid,
-                self.stream.head_tokens,
-            )  # fmt: skip
-        weight_VH = self._output_weight()
+            return streamed_logprob(hidden_SBH, self.head_steps(row, position_T, head), head.known_T)
+        weight_VH = self.output_weight()
         output = head(self._select(hidden_SBH, position_T, row.grid), weight_VH, self.vocab)
         if self.stream is not None and isinstance(output, Tensor):
             expect_plain_gradients(output, [weight_VH])
         return output
 
-    def _chunk_grid(self, row: RowParams) -> ChunkGrid | None:
-        """None for a model that does not stream, and for rows so short that all layers' activations of the row take no
-        more than one layer's of a chunk (unless short rows must stream, too)."""
-        if self.stream is None:
-            return None
-        if row.layout.length * len(self.decoder.layers) <= self.stream.chunk_tokens and not self.stream_short_rows:
-            return None
-        parts = self.vocab.axis.size if self.config.sequence_parallel else 1
-        return ChunkGrid(row.layout.length, self.stream.chunk_tokens, parts)
+    def head_steps(self, row: RowParams, position_T: Tensor | None, head: LogProbHead) -> HeadSteps:
+        """The head's chunk steps on a row that has a grid."""
+        return HeadSteps(self.output_weight(), position_T, head.target_T, self.vocab, row.grid, self.stream.head_tokens)
 
-    def _select(self, hidden_SBH: Tensor, position_T: Tensor, grid: ChunkGrid | None) -> Tensor:
-        """Hidden states `[T, H]`, replicated; backward sums the vocabulary shards' parts over ranks."""
-        group = self.pg_collection.tp
-        if grid is not None and grid.parts > 1:
-            place_S = torch.tensor(grid.order(), device=position_T.device).argsort()
-            position_T = place_S[position_T]
-        if self.config.sequence_parallel:
-            full_SBH = gather_from_sequence_parallel_region(hidden_SBH, tensor_parallel_output_grad=True, group=group)
-            return full_SBH[:, 0].index_select(0, position_T)
-        return copy_to_tensor_model_parallel_region(hidden_SBH[:, 0].index_select(0, position_T), group=group)
-
-    def _output_weight(self) -> Tensor:
+    def output_weight(self) -> Tensor:
+        """This rank's rows of the output matrix."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
+
+    def _select(self, hidden_SBH: Tensor, position_T: Tensor | None, grid: ChunkGrid | None) -> Tensor:
+        """Hidden states `[T, H]`, replicated; backward sums the vocabulary shards' parts over ranks."""
+        group = self.pg_collection.tp
+        if grid is not None and grid.parts > 1:
+            place_S = torch.tensor(grid.order(), device=hidden_SBH.device).argsort()
+            position_T = place_S if position_T is None else place_S[position_T]
+        if self.config.sequence_parallel:
+            full_SBH = gather_from_sequence_parallel_region(hidden_SBH, tensor_parallel_output_grad=True, group=group)
+            return full_SBH[:, 0] if position_T is None else full_SBH[:, 0].index_select(0, position_T)
+        hidden_TH = hidden_SBH[:, 0] if position_T is None else hidden_SBH[:, 0].index_select(0, position_T)
+        return copy_to_tensor_model_parallel_region(hidden_TH, group=group)

@@ -1,8 +1,9 @@
-"""What travels with a packed row through megatron-core to every attention module.
+"""A packed row, and what of it travels through megatron-core to every attention module.
 
-Shapes: S packed tokens, D head dim.
+Shapes: S packed tokens, T positions the head needs, D head dim, H hidden, V vocabulary rows of this shard.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +12,11 @@ from torch import Tensor
 
 from megamem.layout.grid import ChunkGrid
 from megamem.layout.layout import Layout
+from megamem.ops.vocab import Samples, VocabShard
+
+# What a head gets: hidden states `[T, H]` of the selected positions, this rank's output rows `[V, H]`, and where those
+# rows lie.
+Head = Callable[[Tensor, Tensor, VocabShard], Tensor | Samples]
 
 
 @dataclass
@@ -42,6 +48,17 @@ class RowParams(PackedSeqParams):
             angle_SD = torch.outer(position_S, theta**-exponent).repeat(1, 2)
             self._rope[key] = angle_SD.cos()[:, None], angle_SD.sin()[:, None]
         return self._rope[key]
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One micro-batch: int64 `ids_S`, its layout, and what the head computes at which row indices `position_T` (None:
+    at all of them)."""
+
+    ids_S: Tensor
+    params: RowParams
+    position_T: Tensor | None
+    head: Head
 
 
 def apply_rope(x_SND: Tensor, cos_S1D: Tensor, sin_S1D: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
-"""Rows through the model by megatron-core's forward-backward function: the one place that runs the network.
+"""Rows through the model: the one place that runs the network.
 
-Every micro-batch is one packed row. The same calls serve one process and any tensor x pipeline grid.
+Every micro-batch is one packed row. The same calls serve one process and any tensor x pipeline grid, under megatron-core's
+own schedule or the streamed one.
 
 Shapes: S packed tokens, T positions the head needs.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,25 +15,36 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from megamem.layout.packing import RowShape
-from megamem.models.gpt import Head
-from megamem.models.row import RowParams
+from megamem.models.gpt import LogProbHead
+from megamem.models.row import Row
+from megamem.models.stage import StagePass, Window, cut_row, unit_costs
 from megamem.ops.vocab import Samples
-from megamem.platform.groups import Groups
+from megamem.platform.groups import Groups, StageLinks
+from megamem.stream.pipeline import run_stage
+from megamem.stream.schedule import choose_slack, stage_order
+from megamem.stream.simulate import check_deadlock
+from megamem.stream.trace import Event
 
 Report = dict[str, Tensor]
+R = TypeVar("R", bound=Row)
+Loss = Callable[[R, Tensor], tuple[Tensor, Report]]
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
-    """One micro-batch: int64 `ids_S`, its layout, and what the head computes at which row indices `position_T`."""
+class StreamedPipeline:
+    """The streamed schedule.
 
-    ids_S: Tensor
-    params: RowParams
-    position_T: Tensor
-    head: Head
+    Attributes:
+        links: to this stage's neighbours, from `platform.groups.connect_stages`.
+        window: `stage`: units cross stage boundaries as soon as they are done; `layer`: whole rows do.
+        slack: forwards by which a stage runs ahead of the next; None: chosen from the units' costs.
+        record: called with what this stage did in a step.
+    """
 
-
-R = TypeVar("R", bound=Row)
+    links: StageLinks
+    window: Window = "stage"
+    slack: int | None = None
+    record: Callable[[list[Event]], None] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,47 +55,61 @@ class Runner:
         model: the stage, wrapped in megatron-core's DistributedDataParallel for training or bare.
         groups: the process grid.
         attention: how a sequence attends (a name of `layout.packing.SEQUENCE_LAYOUTS`).
+        pipeline: the streamed schedule, for a model that streams; None: megatron-core's.
     """
 
     model: nn.Module
     groups: Groups
     attention: str
+    pipeline: StreamedPipeline | None = None
 
     def row_shape(self, tokens: int) -> RowShape:
         """Row lengths that this grid can run, at most `tokens` each."""
         config = self.model.config
         multiple = self.groups.tp.size if config.sequence_parallel else 1
-        return RowShape(tokens, multiple, equal=self.groups.pp.size > 1)
+        # Stock schedules exchange one shape.
+        return RowShape(tokens, multiple, equal=self.groups.pp.size > 1 and self.pipeline is None)
 
     @torch.no_grad()
     def forward(self, rows: Sequence[Row]) -> list[Tensor | Samples]:
         """What the head returns for every row, on the last stage; an empty list elsewhere."""
-        return self._run(rows, lambda row, output: output, forward_only=True)
+        if self.pipeline is not None:
+            return self._run_streamed(rows, lambda row, output: output, training=False)
+        return self._run_megatron(rows, lambda row, output: output, training=False)
 
-    def forward_backward(self, rows: Sequence[R], loss: Callable[[R, Tensor], tuple[Tensor, Report]]) -> list[Report]:
+    def forward_backward(self, rows: Sequence[R], loss: Loss, linear: bool = False) -> list[Report]:
         """Forward and backward of every row; gradients add up in the parameters' buffers.
 
         Args:
             rows: built on demand if the sequence is lazy, so that only rows in flight take memory.
             loss: (row, output of its head) -> the scalar whose gradient is wanted, and something to report. Called on
                 the last stage. Nothing divides after it.
+            linear: the gradient does not depend on the log-probs (supervised, on-policy, replayed coefficients). It is
+                then taken beforehand, and a streamed head makes one pass instead of two.
 
         Returns:
             What was reported for every row, on the last stage; an empty list elsewhere.
         """
+        if self.pipeline is not None:
+            return self._run_streamed(rows, loss, training=True, linear=linear)
+        return self._run_megatron(rows, loss, training=True, linear=linear)
 
-        def evaluate(row: R, output: Tensor):
-            scalar, report = loss(row, output)
+    def _run_megatron(
+        self, rows: Sequence[R], evaluate: Callable[[R, Any], Any], training: bool, linear: bool = False
+    ) -> list[Any]:
+        def finish(row: R, output: Any, non_loss_data: bool = False):
+            if not training:
+                return evaluate(row, output)
+            scalar, report = evaluate(row, output)
             # The second entry would be a divisor (tokens); megatron-core is given none.
             return scalar, torch.zeros((), dtype=torch.int, device=scalar.device), report
 
-        return self._run(rows, evaluate, forward_only=False)
-
-    def _run(self, rows: Sequence[R], evaluate: Callable[[R, Any], Any], forward_only: bool) -> list[Any]:
         def step(iterator, model):
             row = next(iterator)
-            output = model(row.ids_S[None], row.params, row.position_T, row.head)
-            return output, lambda tensor, non_loss_data=False: evaluate(row, tensor)
+            known = linear and self.groups.is_last_stage
+            head = with_known_gradient(row, evaluate, self.model.config.params_dtype) if known else row.head
+            output = model(row.ids_S[None], row.params, row.position_T, head)
+            return output, lambda tensor, non_loss_data=False: finish(row, tensor)
 
         return get_forward_backward_func()(
             forward_step_func=step,
@@ -92,6 +118,33 @@ class Runner:
             num_microbatches=len(rows),
             seq_length=rows[0].ids_S.numel(),
             micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
+            forward_only=not training,
+            collect_non_loss_data=not training,
         )
+
+    def _run_streamed(
+        self, rows: Sequence[R], evaluate: Callable[[R, Any], Any], training: bool, linear: bool = False
+    ) -> list[Any]:
+        model, pp, pipeline = getattr(self.model, "module", self.model), self.groups.pp, self.pipeline
+        cuts = [cut_row(model, row, pipeline.window) for row in rows]
+        units = [len(cut.units) for cut in cuts]
+        costs = [cost.forward for cut in cuts for cost in unit_costs(model, cut)]
+        slack = pipeline.slack or choose_slack(units, costs)
+        check_deadlock(units, pp.size, slack)
+        stage = StagePass(self.model, rows, cuts, evaluate, training, linear)
+        program = stage_order(units, pp.rank, pp.size, slack, forward_only=not training)
+        device = self.groups.device.torch
+        events = run_stage(program, stage, pipeline.links, slack, model.config.params_dtype, device)
+        if training and pipeline.record is not None:
+            pipeline.record([replace(event, stage=pp.rank) for event in events])
+        if training and model.config.finalize_model_grads_func is not None:
+            model.config.finalize_model_grads_func([self.model], pg_collection=self.groups.collection)
+        return stage.results
+
+
+def with_known_gradient(row: R, loss: Loss, dtype: torch.dtype) -> LogProbHead:
+    """The row's head with the gradient its log-probs will get, which does not depend on them."""
+    zero_T = torch.zeros_like(row.head.target_T, dtype=torch.promote_types(dtype, torch.float32))
+    with torch.enable_grad():
+        scalar, _ = loss(row, zero_T.requires_grad_())
+    return replace(row.head, known_T=torch.autograd.grad(scalar, zero_T)[0])

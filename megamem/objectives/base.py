@@ -34,7 +34,7 @@ class Objective:
             "sample"  d `[B, D]`, advantage `[B]` -> `[B]`, coupled: all draws of a sample are needed at once, so a step
                       takes one no-grad pass for the log-probs, then replays the draws with the coefficients.
         surrogate: J of every unit, elementwise in units, differentiable in d, finite for every finite d.
-        uses_old: False if the coefficients do not depend on old log-probs (SFT): pass zeros.
+        uses_old: False if J is linear in d (SFT), so that coefficients depend on no log-probs: pass zeros for the old.
     """
 
     name: str

@@ -96,11 +96,14 @@ def logprob_forward(logits_TV: Tensor, target_T: Tensor, shard: VocabShard) -> t
     return sums_2T[0] - sums_2T[1].log(), p_TV.div_(sums_2T[1][:, None])
 
 
-def logprob_gradient(logits_TV: Tensor, target_T: Tensor, grad_T: Tensor, shard: VocabShard) -> Tensor:
-    """Gradient of `sum grad * log p(target)` by this shard's logits, which are used up; in their dtype."""
+def logprob_gradient(logits_TV: Tensor, target_T: Tensor, grad_T: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """log p(target) `[T]`, and the gradient of `sum grad * log p(target)` by this shard's logits, in their dtype.
+
+    The logits are used up.
+    """
     dtype = logits_TV.dtype
-    p_TV = logprob_forward(logits_TV, target_T, shard)[1]
-    return _softmax_gradient(p_TV, target_T, grad_T, shard).to(dtype)
+    logp_T, p_TV = logprob_forward(logits_TV, target_T, shard)
+    return logp_T, _softmax_gradient(p_TV, target_T, grad_T, shard).to(dtype)
 
 
 def _softmax_gradient(p_TV: Tensor, target_T: Tensor, grad_T: Tensor, shard: VocabShard) -> Tensor:

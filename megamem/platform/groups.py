@@ -93,6 +93,59 @@ class Groups:
             dist.barrier()
 
 
+@dataclass(frozen=True)
+class Link:
+    """One direction between two neighbouring stages: a group of their own, and the other's global rank."""
+
+    group: dist.ProcessGroup
+    peer: int
+
+
+@dataclass(frozen=True)
+class StageLinks:
+    """This stage's links; None where the pipeline ends.
+
+    Attributes:
+        forward_in, forward_out: hidden states from the stage before, to the stage after.
+        backward_in, backward_out: their gradients, from the stage after, to the stage before.
+    """
+
+    forward_in: Link | None = None
+    forward_out: Link | None = None
+    backward_in: Link | None = None
+    backward_out: Link | None = None
+
+
+def connect_stages(groups: Groups) -> StageLinks:
+    """A two-rank group per directed edge of every pipeline. A collective call over all processes.
+
+    With one communicator for both directions, or for a direction of all stages, a receive posted ahead can stand in
+    front of the send on which it depends. (Torch's creation among members only would spare the others the call, but it
+    names a group by how many groups a process has, and that differs between stages.)
+    """
+    stages = groups.pp.size
+    if stages == 1:
+        return StageLinks()
+    mine = tuple(dist.get_global_rank(groups.pp.group, r) for r in range(stages))
+    columns: list[tuple[int, ...]] = [()] * groups.world
+    dist.all_gather_object(columns, mine)
+    links: dict[str, Link] = {}
+    # Even boundaries first: then no stage connects to two neighbours at a time.
+    for boundary in [*range(0, stages - 1, 2), *range(1, stages - 1, 2)]:
+        for column in sorted(set(columns)):
+            upstream, downstream = column[boundary : boundary + 2]
+            for way, source in (("forward", upstream), ("backward", downstream)):
+                group = dist.new_group([upstream, downstream], backend=groups.device.backend)
+                if groups.world_rank not in (upstream, downstream):
+                    continue
+                outward = groups.world_rank == source
+                link = Link(group, downstream if groups.world_rank == upstream else upstream)
+                links[f"{way}_out" if outward else f"{way}_in"] = link
+                first = torch.zeros(1, device=groups.device.torch)  # the first use connects
+                dist.send(first, link.peer, group) if outward else dist.recv(first, link.peer, group)
+    return StageLinks(**links)
+
+
 def _axis(group: dist.ProcessGroup) -> Axis:
     return Axis(group, dist.get_rank(group), dist.get_world_size(group))
 
@@ -132,7 +185,12 @@ def process_groups(
         timeout=timedelta(seconds=timeout),
     )
     try:
-        parallel_state.initialize_model_parallel(tensor, pipeline, distributed_timeout_minutes=timeout / 60)
+        parallel_state.initialize_model_parallel(
+            tensor,
+            pipeline,
+            distributed_timeout_minutes=timeout / 60,
+            create_gloo_process_groups=device.backend != "fake",
+        )
         # No dropout anywhere: the tracker only has to exist. Weights are loaded or drawn by name (convert/source.py).
         model_parallel_cuda_manual_seed(1)
         yield Groups(

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megamem.layout.packing import pack
 from megamem.models.gpt import SampleHead
-from megamem.models.row import RowParams
-from megamem.models.runner import Row, Runner
+from megamem.models.row import Row, RowParams
+from megamem.models.runner import Runner
 from megamem.ops.vocab import Samples
 from megamem.platform.groups import Groups
 from megamem.platform.rng import derive_seed, uniform_hash

@@ -16,8 +16,7 @@ from torch import Tensor
 from megamem.diffusion.noise import NoisePlan
 from megamem.layout.packing import PackedRow, RowShape, pack
 from megamem.models.gpt import LogProbHead
-from megamem.models.row import RowParams
-from megamem.models.runner import Row
+from megamem.models.row import Row, RowParams
 
 
 @dataclass(frozen=True, eq=False)

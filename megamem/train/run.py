@@ -1,20 +1,21 @@
 """A run on its devices: model, optimizer and runner of this rank, built from what `prepare` checked."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megamem.config.schema import StreamConfig
+from megamem.config.schema import RunConfig, StreamConfig
 from megamem.convert.weights import load_weights
 from megamem.models.build import build_model
 from megamem.models.gpt import DiffusionGPT
-from megamem.models.runner import Runner
-from megamem.platform.groups import Groups
+from megamem.models.runner import Runner, StreamedPipeline
+from megamem.platform.groups import Groups, connect_stages
 from megamem.rollout.sampler import Decoding
 from megamem.stream.layer import StreamOptions
+from megamem.stream.trace import TraceFolder
 from megamem.train.checkpoint import load_model, load_training, read_info
 from megamem.train.optim import build_optimizer, wrap_for_training
 from megamem.train.prepare import Prepared, Prompt
@@ -78,6 +79,17 @@ def stream_options(config: StreamConfig) -> StreamOptions | None:
     return StreamOptions(config.chunk_tokens, config.head_tokens, config.save, config.offload)
 
 
+def streamed_pipeline(config: RunConfig, groups: Groups) -> StreamedPipeline | None:
+    """The streamed schedule, or None for megatron-core's. A collective call where there is one."""
+    if config.pipeline.schedule != "streamed":
+        return None
+    links = connect_stages(groups)
+    record = None
+    if config.pipeline.trace and groups.dp.rank == groups.tp.rank == 0:
+        record = TraceFolder(Path(config.out) / "trace", groups.pp.rank).write
+    return StreamedPipeline(links, config.stream.window, config.pipeline.slack, record)
+
+
 def build_run(prepared: Prepared, groups: Groups, training: bool) -> Run:
     """Build this rank's stage with its weights, and the optimizer if training; resumes where `prepare` said so."""
     config, folder = prepared.config, prepared.model
@@ -93,17 +105,17 @@ def build_run(prepared: Prepared, groups: Groups, training: bool) -> Run:
         load_weights(model, folder.spec.tensor_maps(folder.arch), folder.arch, prepared.weights, groups)
     elif prepared.resume_from is None:
         load_model(folder.path, model)
-    attention = attention_name(prepared)
-    run = Run(prepared, groups, model, Runner(model, groups, attention))
+    sampler = Runner(model, groups, attention_name(prepared), streamed_pipeline(config, groups))
+    run = Run(prepared, groups, model, sampler)
     if training:
-        _add_training(run, attention, prepared.resume_from)
+        _add_training(run, prepared.resume_from)
     return run
 
 
-def _add_training(run: Run, attention: str, resume_from: Path | None) -> None:
+def _add_training(run: Run, resume_from: Path | None) -> None:
     config = run.prepared.config
     ddp = wrap_for_training(run.model, config.parallel)
-    run.trainer = Runner(ddp, run.groups, attention)
+    run.trainer = replace(run.sampler, model=ddp)
     run.optimizer = build_optimizer(ddp, config.optimizer, config.parallel)
     run.prompts, _ = run.prepared.prompts("train", config.rollout.gen_length)
     if resume_from is not None:

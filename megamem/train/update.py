@@ -83,7 +83,9 @@ def backward(runner: Runner, update: Update, objective: Objective, length_norm: 
         }
         return (weight_U * c_U * new_U).sum(), report
 
-    reports = runner.forward_backward(update.rows, loss)
+    # On-policy and supervised coefficients, and coupled ones by now, do not depend on the log-probs of this pass.
+    linear = update.old is None or coupled_BD is not None
+    reports = runner.forward_backward(update.rows, loss, linear)
     zero = torch.zeros((), dtype=torch.float64, device=device)
     sums = {name: sum((r[name] for r in reports), zero) for name in ("loss", "elbo", "draws", "ratio")}
     return sums | {"loss": sums["loss"] + coupled_loss}

@@ -17,8 +17,8 @@ from megamem.convert.weights import stage_parameters
 from megamem.layout.layout import CAUSAL, block, prefix_lm, rows
 from megamem.models.build import build_model
 from megamem.models.gpt import LogProbHead
-from megamem.models.row import RowParams
-from megamem.models.runner import Row, Runner
+from megamem.models.row import Row, RowParams
+from megamem.models.runner import Runner
 from megamem.stream.layer import StreamOptions
 from megamem.train import optim
 from megamem.train.step import learn_from_rollouts, make_updates, train_step

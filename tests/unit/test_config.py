@@ -175,6 +175,10 @@ BROKEN = [
     ("streams_fit", ["stream.layers=true", "train.recompute=full"], {}, 1, ["train.recompute = full", "stream.layers"]),
     ("streams_fit", ["stream.layers=true", "parallel.tensor=2", "parallel.sequence=true", "stream.chunk_tokens=33"],
      {}, 2, ["stream.chunk_tokens = 33", "multiples of parallel.tensor = 2"]),
+    ("streamed_schedule_streams", ["pipeline.schedule=streamed"], {}, 1,
+     ["pipeline.schedule = streamed", "stream.layers = true", "megatron"]),
+    ("streamed_schedule_streams", ["pipeline.slack=2"], {}, 1, ["pipeline.slack = 2", "streamed"]),
+    ("streamed_schedule_streams", ["pipeline.trace=true"], {}, 1, ["pipeline.trace = true", "streamed"]),
     ("one_source_of_rollouts", ["rollout.record=a", "rollout.replay=b"], {}, 1, ["rollout.record", "rollout.replay"]),
 ]  # fmt: skip
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megamem.layout.dense import dense_mask
-from megamem.layout.grid import ChunkGrid, chunk_readers
-from megamem.layout.layout import CAUSAL, Layout, block, rows
+from megamem.layout.grid import ChunkGrid, chunk_units
+from megamem.layout.layout import CAUSAL, FULL, Layout, block, rows
 from megamem.ops.attention import attention_backward, attention_forward, key_gradients
 from megamem.ops.attention_plan import keys_seen, plan_attention
 from tests.helpers import random_layout
@@ -75,31 +75,33 @@ def all_spans(layout: Layout) -> list[list[tuple[int, int]]]:
     return [*even, *(random_spans(layout.length, rng) for _ in range(3))]
 
 
-def assert_readers(layout: Layout) -> None:
+def assert_units(layout: Layout) -> None:
+    """Units in order, none sees a later one, and none could be cut in two."""
     mask_SS = dense_mask(layout)
     for spans in all_spans(layout):
-        found = chunk_readers([keys_seen(plan_attention(layout, *span)) for span in spans], spans)
-        for key, readers in enumerate(found):
-            seen_S = mask_SS[:, slice(*spans[key])].any(1)
-            assert readers == {key} | {i for i, span in enumerate(spans) if seen_S[slice(*span)].any()}, (spans, key)
+        units = chunk_units([keys_seen(plan_attention(layout, *span)) for span in spans], spans)
+        assert [i for unit in units for i in unit] == list(range(len(spans)))
+        closed = {unit[-1] for unit in units}
+        for i, (_, stop) in enumerate(spans):
+            assert (i in closed) == (not mask_SS[:stop, stop:].any()), (spans, i)
 
 
 @each_layout
-def test_readers_are_those_of_the_mask(layout):
-    assert_readers(layout)
+def test_units_are_those_of_the_mask(layout):
+    assert_units(layout)
 
 
-def test_readers_of_random_layouts():
+def test_units_of_random_layouts():
     for seed in range(80):
-        assert_readers(random_layout(random.Random(seed)))
+        assert_units(random_layout(random.Random(seed)))
 
 
-@pytest.mark.parametrize("relation", [CAUSAL, block(3)], ids=["causal", "block"])
-def test_a_causal_chunk_is_final_with_its_own_turn(relation):
-    """Descending, nobody before a chunk reads it; that is what makes causal streams short-lived."""
+@pytest.mark.parametrize(("relation", "count"), [(CAUSAL, 7), (block(3), 7), (block(6), 4), (FULL, 1)], ids=str)
+def test_how_many_units(relation, count):
+    """Causal: every chunk; block-causal: every chunk that ends at a block boundary; bidirectional: the row."""
     spans = ChunkGrid(20, 3).spans()
-    readers = chunk_readers([keys_seen(plan_attention(rows([20], relation), *span)) for span in spans], spans)
-    assert [min(r) for r in readers] == list(range(len(spans)))
+    plans = [plan_attention(rows([20], relation), *span) for span in spans]
+    assert len(chunk_units([keys_seen(plan) for plan in plans], spans)) == count
 
 
 def assert_plan_covers(layout: Layout, spans: list[tuple[int, int]]) -> None:
@@ -110,10 +112,10 @@ def assert_plan_covers(layout: Layout, spans: list[tuple[int, int]]) -> None:
         assert (plan.queries, plan.keys) == (stop - start, layout.length)
         count_QS = torch.zeros(plan.queries, plan.keys, dtype=torch.int64)
         for call in plan.calls:
-            for i in range(call.count):
-                q, k = call.first.q + i * call.q_stride, call.first.k + i * call.k_stride
-                ones = torch.ones(call.first.q_len, call.first.k_len, dtype=torch.int64)
-                count_QS[q : q + len(ones), k : k + ones.size(1)] += ones.tril() if call.first.causal else ones
+            for tile in call.tiles():
+                ones = torch.ones(tile.q_len, tile.k_len, dtype=torch.int64)
+                seen = count_QS[tile.q : tile.q + tile.q_len, tile.k : tile.k + tile.k_len]
+                seen += ones.tril() if tile.causal else ones
         assert torch.equal(count_QS, mask_SS[start:stop]), (start, stop)
 
 

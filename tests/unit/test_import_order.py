@@ -130,6 +130,7 @@ def test_sizes(name):
 
 
 LIGHT = ["megamem", "megamem.errors", "megamem.platform.launch", "megamem.layout.packing", "megamem.ops.attention_plan"]
+LIGHT += ["megamem.stream.schedule", "megamem.stream.simulate", "megamem.stream.trace"]
 LIGHT += ["megamem.config." + path.stem for path in sorted((PACKAGE / "config").glob("[!_]*.py"))]
 
 

@@ -18,11 +18,8 @@ from megamem.layout.grid import ChunkGrid
 from megamem.layout.layout import CAUSAL, Layout, block, prefix_lm, rows
 from megamem.models.build import build_model
 from megamem.models.gpt import LogitsHead, LogProbHead
-from megamem.models.row import RowParams
-from megamem.models.runner import Row, Runner
-from megamem.platform.device import resolve_device
-from megamem.platform.groups import process_groups
-from megamem.platform.launch import Ranks
+from megamem.models.row import Row, RowParams
+from megamem.models.runner import Runner
 from megamem.stream.layer import StreamOptions
 from megamem.train.optim import wrap_for_training
 from tests.helpers import fill_by_name
@@ -32,13 +29,6 @@ from tests.unit.test_attention import block_diffusion
 torch.set_num_threads(1)
 
 BIG = 1000
-
-
-@pytest.fixture(scope="module")
-def groups():
-    """A grid of one process."""
-    with process_groups(Ranks(0, 1, 0, None, "single process"), resolve_device("auto", 0), 1, 1) as grid:
-        yield grid
 
 
 def architecture(**changes) -> Architecture:
@@ -260,7 +250,7 @@ def test_short_rows_take_the_plain_path(groups, layers, monkeypatch):
     """Tokens x layers of a stage within one chunk: all layers' activations are no more than a chunk's of one."""
     model = build(groups, architecture(layers=layers), StreamOptions(24, 3))
     seen = []
-    monkeypatch.setattr("megamem.stream.layer.ChunkSteps.__init__", lambda *_: seen.append(1))
+    monkeypatch.setattr("megamem.stream.layer.LayerSteps.__init__", lambda *_: seen.append(1))
     for length in range(1, 24 // layers + 1):
         row = make_row(groups, rows([length]), "all")
         call(model, row)
