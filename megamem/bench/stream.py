@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 
-from megamem.bench.memory import LiveStorages
 from megamem.config.architecture import Architecture
 from megamem.config.schema import ParallelConfig
 from megamem.convert.source import RandomSource
@@ -25,11 +24,12 @@ from megamem.layout.layout import CAUSAL, FULL, Relation, block, rows
 from megamem.models.build import build_model
 from megamem.models.gpt import Head, LogProbHead
 from megamem.models.llada import tensor_maps
-from megamem.models.row import RowParams
-from megamem.models.runner import Row, Runner
+from megamem.models.row import Row, RowParams
+from megamem.models.runner import Runner
 from megamem.ops.vocab import VocabShard
 from megamem.platform.groups import Groups
-from megamem.stream.layer import StreamedTransformerLayer, StreamOptions, to_host
+from megamem.platform.memory import LiveStorages
+from megamem.stream.layer import StreamedTransformerLayer, StreamOptions, to_device, to_host
 from megamem.train.optim import wrap_for_training
 
 
@@ -116,14 +116,17 @@ def bench_stream(
     seen = relation(attention)
     steps = {name: _Step(arch, sizes, variant, seen, groups) for name, variant in variants(sizes).items()}
     memory, gradients = {}, {}
+    progress("warm-up: plain")
+    steps["plain"].run()  # what a process makes once (random states, caches) is no step's
     for name, step in steps.items():
-        progress(f"memory and gradients: {name}")
         memory[name], gradients[name] = step.measure()
+        mib = [bytes_ / 2**20 for bytes_ in (memory[name].peak, memory[name].device_peak)]
+        progress(f"memory: {name}: peak {mib[0]:.1f} MiB, on the device {mib[1]:.1f} MiB")
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(repeats):
         for name, step in steps.items():
-            progress(f"seconds, round {turn + 1} of {repeats}: {name}")
             seconds[name].append(step.time())
+            progress(f"round {turn + 1} of {repeats}: {name}: {seconds[name][-1]:.3f} s")
     return [
         Result(
             name,
@@ -166,13 +169,16 @@ class _Step:
 
     def measure(self) -> tuple[LiveStorages, dict[str, Tensor]]:
         """Peak bytes of a step, and its gradients."""
-        self.run()  # what is made once (random states, caches) is no step's
         meter = LiveStorages()
-        for layer in self._model.decoder.layers:
-            if isinstance(layer, StreamedTransformerLayer):
-                layer.to_host = lambda x: meter.mark_host(to_host(x))
+        layers = [x for x in self._model.decoder.layers if isinstance(x, StreamedTransformerLayer)]
+        for layer in layers:
+            layer.to_host = lambda x: meter.mark_host(to_host(x))
+            if self._runner.groups.device.is_cpu:  # where the device is the host nothing would move, or be counted
+                layer.to_device = lambda kept, device: kept.clone()
         with meter:
             self.run()
+        for layer in layers:
+            layer.to_host, layer.to_device = to_host, to_device
         return meter, {name: p.main_grad.clone() for name, p in stage_parameters(self._model).items()}
 
     def time(self) -> float:

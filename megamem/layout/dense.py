@@ -12,6 +12,6 @@ def dense_mask(layout: Layout) -> Tensor:
     for edge in layout.edges:
         query, key = layout.segments[edge.query], layout.segments[edge.key]
         for i in range(query.length):
-            seen = edge.relation.visible_keys(query.position + i, key)
-            mask_SS[query.start + i, key.start : key.start + seen] = True
+            first, last = edge.relation.visible_keys(query.position + i, key)
+            mask_SS[query.start + i, key.start + first : key.start + last] = True
     return mask_SS

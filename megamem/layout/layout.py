@@ -19,6 +19,7 @@ class Kind(Enum):
     CAUSAL = "causal"  # k <= p
     BLOCK = "block"  # blk(k) <= blk(p)
     STRICT_BLOCK = "strict_block"  # blk(k) < blk(p): a noisy block sees the clean blocks before it
+    OWN_BLOCK = "own_block"  # blk(k) = blk(p): a noisy block sees itself
 
 
 @dataclass(frozen=True)
@@ -33,16 +34,17 @@ class Relation:
         if self.block < 1:
             raise ValueError(f"block = {self.block}; a block has at least one token")
 
-    def visible_keys(self, position: int, key: Segment) -> int:
-        """How many leading tokens of `key` a query at `position` sees (every relation shows a prefix of the keys)."""
-        if self.kind is Kind.FULL:
-            return key.length
+    def visible_keys(self, position: int, key: Segment) -> tuple[int, int]:
+        """The tokens `[first, last)` of `key`, counted in it, that a query at `position` sees; `(0, 0)` if none."""
+        first, last = key.position, key.position + key.length
         if self.kind is Kind.CAUSAL:
-            end = position + 1
-        else:
-            blocks = (position - self.origin) // self.block + (self.kind is Kind.BLOCK)
-            end = self.origin + blocks * self.block
-        return min(max(end - key.position, 0), key.length)
+            last = position + 1
+        elif self.kind is not Kind.FULL:
+            begin = self.origin + (position - self.origin) // self.block * self.block
+            last = begin if self.kind is Kind.STRICT_BLOCK else begin + self.block
+            first = begin if self.kind is Kind.OWN_BLOCK else first
+        first, last = max(first - key.position, 0), min(last - key.position, key.length)
+        return (first, last) if first < last else (0, 0)
 
 
 FULL = Relation(Kind.FULL)
@@ -57,6 +59,11 @@ def block(size: int, origin: int = 0) -> Relation:
 def strict_block(size: int, origin: int = 0) -> Relation:
     """Only the blocks before the own one."""
     return Relation(Kind.STRICT_BLOCK, size, origin)
+
+
+def own_block(size: int, origin: int = 0) -> Relation:
+    """The own block alone."""
+    return Relation(Kind.OWN_BLOCK, size, origin)
 
 
 @dataclass(frozen=True)

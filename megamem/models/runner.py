@@ -1,7 +1,7 @@
 """Rows through the model: the one place that runs the network.
 
-Every micro-batch is one packed row. The same calls serve one process and any tensor x pipeline grid, under megatron-core's
-own schedule or the streamed one.
+Every micro-batch is one packed row. The same calls serve one process and any tensor x pipeline grid, under
+megatron-core's own schedule or the streamed one.
 
 Shapes: S packed tokens, T positions the head needs.
 """

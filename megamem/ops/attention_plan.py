@@ -1,11 +1,23 @@
 """From a layout to flash calls: pure integers, no tensors.
 
-Every relation shows a query a prefix of the key segment, so an edge is a staircase. It is cut into `Tile`s, the two
+Every relation but `own_block` shows a query a prefix of the key segment, so an edge is a staircase. It is cut into `Tile`s, the two
 shapes that a flash kernel serves without a mask: rectangles (every query sees every key) and aligned squares with a
 causal triangle. Tiles of one shape at one spacing become one batched `Call`.
+
+A block relation has one step per block. Steps are cut into rectangles in one of two ways, and a plan takes the one with
+fewer calls:
+
+    _rectangles  every step over all it sees: n calls for n steps, nothing to merge
+    _halves      the later half of the steps over the keys of the earlier half, then both halves the same way;
+                 rectangles of one size are one call: about log2(n) calls, whatever the block size
+
+Measured on one CPU core, 4096 tokens, 8 heads, fp32, forward and backward, rectangles against halves: 9.2 s and 1.2 s
+for 1024 steps of 4, 2.2 s and 1.3 s for 128 steps of 32 (a causal row: 1.3 s). A third way, causal squares of every
+block-th query and key, one call per offset in a block, took 1.9 s and 4.1 s and had to copy the queries.
 """
 
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -33,6 +45,11 @@ class Call:
     q_stride: int
     k_stride: int
 
+    def tiles(self) -> list[Tile]:
+        """All of them."""
+        f = self.first
+        return [replace(f, q=f.q + i * self.q_stride, k=f.k + i * self.k_stride) for i in range(self.count)]
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -48,6 +65,16 @@ class Plan:
     keys: int
     calls: tuple[Call, ...]
     merge: bool
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Queries `[q, q + q_len)` that see the same keys: tokens `[first, seen)` of a segment."""
+
+    q: int
+    q_len: int
+    first: int
+    seen: int
 
 
 def _causal_tiles(query: Segment, key: Segment) -> list[Tile]:
@@ -66,25 +93,80 @@ def _causal_tiles(query: Segment, key: Segment) -> list[Tile]:
     return [tile for tile in tiles if tile.q_len > 0 and tile.k_len > 0]
 
 
-def _staircase_tiles(query: Segment, key: Segment, relation: Relation) -> list[Tile]:
-    """One rectangle per run of queries that see the same keys: at most one per block."""
-    tiles, i = [], 0
+def _steps(query: Segment, key: Segment, relation: Relation) -> list[_Step]:
+    """One per run of queries that see the same keys (at most one per block), without those that see none."""
+    steps, i = [], 0
     while i < query.length:
         seen, j = relation.visible_keys(query.position + i, key), i + 1
         while j < query.length and relation.visible_keys(query.position + j, key) == seen:
             j += 1
-        if seen:
-            tiles.append(Tile(query.start + i, j - i, key.start, seen, False))
+        if seen != (0, 0):
+            steps.append(_Step(query.start + i, j - i, *seen))
         i = j
-    return tiles
+    return steps
 
 
-def _tiles(layout: Layout) -> list[Tile]:
+def _flights(steps: list[_Step], size: int) -> Iterator[list[_Step]]:
+    """Longest runs of even steps: `size` queries each, and `size` more keys than the step before.
+
+    A ragged step (of a block that a segment or a chunk cuts) is alone.
+    """
+    flight: list[_Step] = []
+    for step in steps:
+        follows = flight and step.seen == flight[-1].seen + size and step.q_len == flight[-1].q_len == size
+        if flight and not (follows and flight[0].seen >= size):
+            yield flight
+            flight = []
+        flight.append(step)
+    if flight:
+        yield flight
+
+
+def _rectangles(flight: list[_Step], k: int) -> list[Tile]:
+    """One per step. Keys start at `k`."""
+    return [Tile(step.q, step.q_len, k + step.first, step.seen - step.first, False) for step in flight]
+
+
+def _halves(flight: list[_Step], k: int) -> list[Tile]:
+    """Keys that all steps see, then halves. Keys start at `k`."""
+
+    def cut(first: int, last: int, base: int) -> list[Tile]:
+        """Steps `[first, last)` over the keys from `base`, of which the first step sees one step's."""
+        if last - first == 1:
+            return [Tile(flight[first].q, size, k + base, size, False)]
+        # A power of two of steps in the earlier half: rectangles of one size are then equally spaced.
+        middle = first + (1 << ((last - first - 1).bit_length() - 1))
+        keys = (middle - first) * size
+        later = Tile(flight[middle].q, (last - middle) * size, k + base, keys, False)
+        return [*cut(first, middle, base), later, *cut(middle, last, base + keys)]
+
+    if len(flight) == 1:
+        return _rectangles(flight, k)
+    size, base = flight[0].q_len, flight[0].seen - flight[0].q_len
+    before = [Tile(flight[0].q, len(flight) * size, k, base, False)] if base else []
+    return [*before, *cut(0, len(flight), base)]
+
+
+def _clipped(segment: Segment, start: int, stop: int) -> Segment:
+    """Its tokens in `[start, stop)`, counted from `start`; without any its length is not positive."""
+    first = max(segment.start, start)
+    return Segment(first - start, min(segment.stop, stop) - first, segment.position + first - segment.start)
+
+
+def _tiles(layout: Layout, start: int, stop: int, cut: Callable[[list[_Step], int], list[Tile]]) -> list[Tile]:
+    """Of the queries `[start, stop)`, counted from `start`."""
     tiles: list[Tile] = []
     for edge in layout.edges:
-        query, key = layout.segments[edge.query], layout.segments[edge.key]
-        causal = edge.relation.kind is Kind.CAUSAL
-        tiles += _causal_tiles(query, key) if causal else _staircase_tiles(query, key, edge.relation)
+        query, key = _clipped(layout.segments[edge.query], start, stop), layout.segments[edge.key]
+        if query.length <= 0:
+            continue
+        if edge.relation.kind is Kind.CAUSAL:
+            tiles += _causal_tiles(query, key)
+        elif edge.relation.kind is Kind.OWN_BLOCK:
+            tiles += _rectangles(_steps(query, key, edge.relation), key.start)
+        else:
+            for flight in _flights(_steps(query, key, edge.relation), edge.relation.block):
+                tiles += cut(flight, key.start)
     return tiles
 
 
@@ -100,6 +182,22 @@ def _join_adjacent_keys(tiles: list[Tile]) -> list[Tile]:
             touches = last and (last.q, last.q_len) == (tile.q, tile.q_len) and last.k + last.k_len == tile.k
             if touches and not tile.causal and not last.causal:
                 joined[-1] = Tile(last.q, last.q_len, last.k, last.k_len + tile.k_len, False)
+            else:
+                joined.append(tile)
+    return joined
+
+
+def _join_adjacent_queries(tiles: list[Tile]) -> list[Tile]:
+    """Rectangles over the same keys whose queries touch become one: all suffixes of a prefix meet it in one call."""
+    by_keys: dict[tuple[int, int, bool], list[Tile]] = defaultdict(list)
+    for tile in tiles:
+        by_keys[tile.k, tile.k_len, tile.causal].append(tile)
+    joined: list[Tile] = []
+    for (_, _, causal), group in by_keys.items():
+        for i, tile in enumerate(sorted(group, key=lambda t: t.q)):
+            last = joined[-1] if i and not causal else None
+            if last is not None and last.q + last.q_len == tile.q:
+                joined[-1] = replace(last, q_len=last.q_len + tile.q_len)
             else:
                 joined.append(tile)
     return joined
@@ -130,21 +228,6 @@ def _batch(tiles: list[Tile]) -> list[Call]:
     return calls
 
 
-def _restrict(tile: Tile, start: int, stop: int) -> list[Tile]:
-    """The part of a tile whose queries lie in `[start, stop)`, with queries counted from `start`.
-
-    Rows of a causal square see a rectangle (the keys before them) and a smaller square.
-    """
-    first, last = max(tile.q, start), min(tile.q + tile.q_len, stop)
-    if first >= last:
-        return []
-    if not tile.causal:
-        return [Tile(first - start, last - first, tile.k, tile.k_len, False)]
-    before, rows = first - tile.q, last - first
-    square = Tile(first - start, rows, tile.k + before, rows, True)
-    return [Tile(first - start, rows, tile.k, before, False), square] if before else [square]
-
-
 def _coverage(tiles: list[Tile], queries: int) -> list[int]:
     """How many tiles each query meets."""
     steps = [0] * (queries + 1)
@@ -162,20 +245,19 @@ def plan_attention(layout: Layout, start: int = 0, stop: int | None = None) -> P
         ValueError: one of these tokens sees nothing (its output would be undefined).
     """
     stop = layout.length if stop is None else stop
-    tiles = _join_adjacent_keys([part for tile in _tiles(layout) for part in _restrict(tile, start, stop)])
-    covered = _coverage(tiles, stop - start)
-    if 0 in covered:
-        raise ValueError(f"token {start + covered.index(0)} of the row sees no token")
-    return Plan(stop - start, layout.length, tuple(_batch(tiles)), merge=max(covered) > 1)
+    plans = []
+    for cut in (_rectangles, _halves):
+        tiles = _join_adjacent_queries(_join_adjacent_keys(_tiles(layout, start, stop, cut)))
+        covered = _coverage(tiles, stop - start)
+        if 0 in covered:
+            raise ValueError(f"token {start + covered.index(0)} of the row sees no token")
+        plans.append(Plan(stop - start, layout.length, tuple(_batch(tiles)), merge=max(covered) > 1))
+    return min(plans, key=lambda plan: len(plan.calls))
 
 
 def keys_seen(plan: Plan) -> list[tuple[int, int]]:
     """Key ranges `[first, last)` that the queries of a plan see, one per tile."""
-    return [
-        (c.first.k + i * c.k_stride, c.first.k + i * c.k_stride + c.first.k_len)
-        for c in plan.calls
-        for i in range(c.count)
-    ]
+    return [(tile.k, tile.k + tile.k_len) for call in plan.calls for tile in call.tiles()]
 
 
 def split_keys(call: Call, size: int) -> list[Call]:

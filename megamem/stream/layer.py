@@ -147,7 +147,7 @@ class LayerSteps:
         gradients: GradientSums,
         dx_SBH: Tensor,
     ) -> Tensor:
-        """Write the row's dx into `dx_SBH` (which may be `dy_SBH`) and return it; weight gradients go to `gradients`."""
+        """Write the row's dx into `dx_SBH` (it may be `dy_SBH`) and return it; weight gradients go to `gradients`."""
         row = OpenRow(attended=attended)
         last = len(self.units) - 1
         for unit in range(last):  # phase 0; every unit projects itself again, so the last one needs none

@@ -50,8 +50,9 @@ GRIDS = [
 STREAM = ("stream.layers=true", "stream.chunk_tokens=48", "stream.head_tokens=16", "stream.save=input+attention")
 # Four processes on two cores take turns at every collective: one objective is enough where only their number is new.
 OBJECTIVE_CASES = [(name, grid) for grid in [ONE, *GRIDS] for name in OBJECTIVES if grid.tensor < 4 or name == "bgpo"]
+SCHEDULE_CASES = [(name, grid) for name, grid in OBJECTIVE_CASES if grid == Grid(pipeline=2)]
 STEPS = 2
-# So large that Adam is smooth: with a tiny eps its first steps are signs, and a gradient near zero alone decides an rms.
+# So large that Adam is smooth: with a tiny eps its first steps are signs, and one gradient near zero decides an rms.
 SMOOTH = "optimizer.eps=1e-2"
 FOR_TRAINING = [Grid(data=2), Grid(tensor=2, sequence=True)]
 
@@ -100,6 +101,9 @@ def cases_of(grid, folder):
         if (name, grid) not in OBJECTIVE_CASES:
             continue
         yield name, (gradients, (untied, out / name, [*settings, *changes, *STREAM]))
+        if (name, grid) in SCHEDULE_CASES:
+            streamed = [*settings, *changes, *STREAM, "pipeline.schedule=streamed", "pipeline.trace=true"]
+            yield f"{name}, streamed schedule", (gradients, (untied, out / f"{name}, streamed", streamed))
         if grid == ONE:
             yield f"plain {name}", (gradients, (untied, out / f"plain {name}", [*settings, *changes]))
     for name in ARCHITECTURES:
@@ -223,13 +227,21 @@ def outcome(tmp_path_factory):
     return Outcome(run_ranks(job, 4, folder))
 
 
-@pytest.mark.parametrize(("name", "grid"), OBJECTIVE_CASES, ids=str)
-def test_gradient_of_every_objective(outcome, name, grid):
-    found, plain = outcome[f"{name} {grid}"], outcome[f"plain {name} {ONE}"]
+def assert_gradient(found, plain):
     assert found["gradient"].keys() == plain["gradient"].keys()
     for what, expected in plain["gradient"].items():
         assert expected.abs().max() > 0, what
         assert_algebra(found["gradient"][what], expected, what)
+
+
+@pytest.mark.parametrize(("name", "grid"), OBJECTIVE_CASES, ids=str)
+def test_gradient_of_every_objective(outcome, name, grid):
+    assert_gradient(outcome[f"{name} {grid}"], outcome[f"plain {name} {ONE}"])
+
+
+@pytest.mark.parametrize(("name", "grid"), SCHEDULE_CASES, ids=str)
+def test_gradient_under_the_streamed_schedule(outcome, name, grid):
+    assert_gradient(outcome[f"{name}, streamed schedule {grid}"], outcome[f"plain {name} {ONE}"])
 
 
 @pytest.mark.parametrize("name", ["bgpo", "vrpo_ol", "diffu_grpo"])

@@ -15,7 +15,7 @@ from megamem.layout.dense import dense_mask
 from megamem.layout.layout import CAUSAL, FULL, Edge, Layout, Segment, block, prefix_lm, rows, strict_block
 from megamem.ops import attention
 from megamem.ops.attention import attend, naive_attend
-from megamem.ops.attention_plan import Call, Tile, plan_attention
+from megamem.ops.attention_plan import plan_attention
 from tests.helpers import random_layout, value_and_gradients
 from tests.tol import assert_algebra, assert_exact, assert_floor
 
@@ -44,6 +44,13 @@ def shared_prefix(prefix: int, suffixes: list[int]) -> Layout:
     return Layout(tuple(segments), tuple(edges))
 
 
+def two_segments(keys: int, key_position: int, queries: int, query_position: int, size: int, origin: int) -> Layout:
+    """The second segment sees the blocks of the first before its own, and itself by blocks."""
+    segments = (Segment(0, keys, key_position), Segment(keys, queries, query_position))
+    own, before = block(size, origin), strict_block(size, origin)
+    return Layout(segments, (Edge(0, 0, own), Edge(1, 0, before), Edge(1, 1, own)))
+
+
 LAYOUTS = {
     "one_token": rows([1]),
     "single_tokens": rows([1, 1, 1]),
@@ -61,6 +68,12 @@ LAYOUTS = {
     "shared_prefix": shared_prefix(5, [3, 3, 3, 4, 1]),
     "block_diffusion": block_diffusion(5, 11, 4, 2),
     "block_diffusion_one_copy": block_diffusion(1, 6, 3, 1),
+    # Enough steps to be halved: even ones, cut ones, keys before the first step, equal rows.
+    "many_blocks": rows([32], block(2)),
+    "many_blocks_with_remainder": rows([31], block(3, 2)),
+    "many_blocks_of_a_suffix": prefix_lm([(5, 23)], block(2, 4)),
+    "many_blocks_in_equal_rows": rows([16, 16, 3], block(2)),
+    "many_strict_blocks": two_segments(19, 1, 26, 4, 3, 2),
     "fillers": prefix_lm([(3, 4), (2, 2)], CAUSAL).filled(16),
     # Queries before, among and behind the keys of another segment.
     "causal_offsets": Layout(
@@ -103,6 +116,14 @@ def test_equals_naive(layout, heads, kv_heads, dim):
 @pytest.mark.parametrize("seed", range(60))
 def test_random_layouts_equal_naive(seed):
     assert_equals_naive(random_layout(random.Random(seed)), 4, 2, 6)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_many_blocks_equal_naive(seed):
+    """Long staircases of any block, origin and offset: most are halved."""
+    rng = random.Random(seed)
+    sizes = rng.randint(1, 90), rng.randint(0, 20), rng.randint(1, 90), rng.randint(0, 20)
+    assert_equals_naive(two_segments(*sizes, rng.randint(1, 9), rng.randint(0, 12)), 4, 2, 6)
 
 
 def test_rows_longer_than_a_kernel_block():
@@ -204,19 +225,12 @@ def test_one_dense_tile_equals_one_flash_call(causal):
         assert_algebra(a, b, what)
 
 
-def tiles_of(call: Call) -> list[Tile]:
-    f = call.first
-    return [
-        Tile(f.q + i * call.q_stride, f.q_len, f.k + i * call.k_stride, f.k_len, f.causal) for i in range(call.count)
-    ]
-
-
 def assert_plan_covers(layout: Layout) -> None:
     """Every visible pair in exactly one tile, nothing else in any."""
     count_SS = torch.zeros(layout.length, layout.length, dtype=torch.int64)
     plan = plan_attention(layout)
     for call in plan.calls:
-        tiles = tiles_of(call)
+        tiles = call.tiles()
         for before, after in zip(tiles, tiles[1:], strict=False):
             assert before.q + before.q_len <= after.q and before.k + before.k_len <= after.k, "tiles of a call overlap"
         for tile in tiles:
@@ -244,6 +258,11 @@ def test_plan_covers_random_masks():
         (rows([5, 5, 3, 5, 5]), 3, False),  # two runs of fives at one spacing, and the three
         (rows([12], block(4)), 3, False),  # one call per block: keys grow
         (rows([12] * 5, block(4)), 3, False),  # not one per block and row
+        (rows([4096], block(4)), 11, True),  # 1024 steps: one call for each size of half, one for first steps
+        (rows([4096], block(32)), 8, True),
+        (rows([4094], block(32)), 15, True),  # 127 even steps leave a smaller half at most sizes; the ragged one
+        (rows([1024] * 4, block(32)), 6, True),  # halves of a power of two of steps are batched over rows as well
+        (rows([100] * 9, block(4)), 25, False),  # here rectangles are fewer
         (prefix_lm([(3, 5)]), 2, False),  # prefix and suffix keys touch: no merge
         (prefix_lm([(3, 5)] * 4), 2, False),
         (prefix_lm([(3, 5)] * 4, CAUSAL), 3, True),  # prefix, suffix on prefix, suffix triangle
