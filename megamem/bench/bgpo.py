@@ -35,7 +35,7 @@ from megamem.objectives.registry import FACTORIES
 from megamem.platform.groups import Groups
 from megamem.platform.memory import LiveStorages
 from megamem.platform.rng import generator
-from megamem.train.draws import DrawRows, Sample
+from megamem.train.draws import DrawnModel, DrawRows, Sample
 from megamem.train.optim import wrap_for_training
 from megamem.train.update import Update, backward, score, unit_values
 
@@ -112,7 +112,8 @@ class _Bench:
         samples = {n: [_sample(sizes, n, i) for i in range(sizes.responses)] for n in draws}
         shape, device = self.runner.row_shape(1), groups.device.torch  # one draw a row
         self._samples = samples
-        self._rows = {n: DrawRows(samples[n], "full", shape, arch.mask_id, device) for n in draws}
+        drawn = DrawnModel("full", shifted=False, mask_id=arch.mask_id, share_prefix=False)
+        self._rows = {n: DrawRows(samples[n], drawn, shape, device) for n in draws}
         elbo = FACTORIES["bgpo"](RatioLimits())  # of both objectives
         self._old = {n: score(self.runner, self._rows[n], elbo) for n in draws}
         with torch.no_grad():  # off-policy: the model has moved since

@@ -25,9 +25,9 @@ from megamem.models.build import build_model
 from megamem.models.gpt import Head, LogProbHead
 from megamem.models.llada import tensor_maps
 from megamem.models.row import Row, RowParams
-from megamem.models.runner import Runner
+from megamem.models.runner import Runner, StreamedPipeline
 from megamem.ops.vocab import VocabShard
-from megamem.platform.groups import Groups
+from megamem.platform.groups import Groups, StageLinks
 from megamem.platform.memory import LiveStorages
 from megamem.stream.layer import StreamedTransformerLayer, StreamOptions, to_device, to_host
 from megamem.train.optim import wrap_for_training
@@ -148,7 +148,9 @@ class _Step:
         maps = tensor_maps(arch)
         load_weights(self._model, maps, arch, RandomSource(maps, arch, 0), groups)
         self._ddp = wrap_for_training(self._model, ParallelConfig())
-        self._runner = Runner(self._ddp, groups, "full")
+        # The streamed schedule owns the gradient that comes into a layer and writes the outgoing one over it.
+        own = None if variant.stream is None else StreamedPipeline(StageLinks(), "layer")
+        self._runner = Runner(self._ddp, groups, "full", own)
         generator = torch.Generator().manual_seed(0)
         self._ids, self._target = (
             torch.randint(0, sizes.vocab, (sizes.tokens,), generator=generator).to(device) for _ in range(2)
@@ -165,7 +167,9 @@ class _Step:
     def run(self) -> None:
         """One forward and backward; gradients start from zero."""
         self._ddp.zero_grad_buffer()
-        self._runner.forward_backward([self._row()], lambda row, logp: ((logp * self._coefficient).sum(), {}))
+        loss = lambda row, logp: ((logp * self._coefficient).sum(), {})  # noqa: E731
+        # Known coefficients, as on-policy and supervised steps have; the stock head has no use for that.
+        self._runner.forward_backward([self._row()], loss, linear=not self._stock)
 
     def measure(self) -> tuple[LiveStorages, dict[str, Tensor]]:
         """Peak bytes of a step, and its gradients."""

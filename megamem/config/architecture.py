@@ -24,11 +24,19 @@ class Architecture(BaseModel):
     qk_norm: bool = False
     tied_head: bool = False
     max_positions: PositiveInt = 4096
-    attention: Literal["full", "causal", "block"] = "full"
-    mask_id: int
-    eos_id: int
-    pad_id: int
+    attention: Literal["full", "causal", "block"] = Field("full", description="block: block-causal")
+    block_length: PositiveInt | None = Field(None, description="tokens of a block, counted from the sequence's start")
+    shifted_logits: bool = Field(False, description="a token is predicted by the hidden state of the one before it")
+    # None: the model's files name none. A causal model has no mask.
+    mask_id: int | None = None
+    eos_id: int | None = None
+    pad_id: int | None = None
     init_std: float = 0.02
+
+    @property
+    def sequence_attention(self) -> str:
+        """How a sequence attends, as `layout.packing.sequence_layout` reads it."""
+        return f"block:{self.block_length}" if self.attention == "block" else self.attention
 
     def padded_vocab(self, tensor: int) -> int:
         """Embedding rows held by the model: a multiple of 128 and of the tensor-parallel size.

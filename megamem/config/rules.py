@@ -108,6 +108,17 @@ def noise_fits_objective(config: RunConfig, arch: Architecture, world: int) -> I
         yield f"noise.draws = {config.noise.draws}: coupled draws come in pairs; allowed: even numbers"
 
 
+def token_ids_known(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    """Conversion does without them; a run ends responses and, unless the model is causal, hides tokens."""
+    needed = [("eos_token_id", arch.eos_id), ("mask_token_id", arch.mask_id)]
+    for key, value in needed[:1] if arch.attention == "causal" else needed:
+        if value is None:
+            yield (
+                f"model.path = {config.model.path}: its config.json, generation_config.json and tokenizer_config.json "
+                f"give no {key}; add it to config.json"
+            )
+
+
 def learning_rate_decays_down(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
     o = config.optimizer
     if o.min_lr > o.lr:
@@ -170,6 +181,7 @@ RULES: tuple[Rule, ...] = (
     prompts_divisible,
     groups_compare,
     noise_fits_objective,
+    token_ids_known,
     learning_rate_decays_down,
     optimizer_precision,
     prefix_is_exact,
@@ -182,6 +194,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     world_divisible,
     model_divisible,
     decoding_schedule,
+    token_ids_known,
     streams_fit,
     streamed_schedule_streams,
 )

@@ -34,21 +34,53 @@ class WeightSource(Protocol):
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
-    """`config.json` of a Hugging Face folder.
+    """`config.json` of a Hugging Face folder, with the token ids that its generation would use.
+
+    `mask_token_id`, `eos_token_id` and `pad_token_id` come from the first file that gives one: generation_config.json,
+    config.json, tokenizer_config.json. (Chat models end a turn by an id that config.json does not name; A2D's mask and
+    Qwen's padding are known to the tokenizer alone.)
 
     Raises:
-        UserError: no folder, no file, or not a JSON object.
+        UserError: no folder, no config.json, or a file that is not a JSON object.
     """
     path = Path(folder) / "config.json"
+    config = _json_object(path)
+    if config is None:
+        raise UserError(f"{path}: no such file; a Hugging Face folder has a config.json")
+    generation = _json_object(Path(folder) / "generation_config.json") or {}
+    tokens = _tokenizer_ids(_json_object(Path(folder) / "tokenizer_config.json") or {})
+    for name in ("mask", "eos", "pad"):
+        key = f"{name}_token_id"
+        found = (source.get(key) for source in (generation, config, tokens))
+        value = next((value for value in found if value is not None), None)
+        if value is not None:  # a list names every token that may end a text; the first one is what the model writes
+            config[key] = value[0] if isinstance(value, list) and value else value
+    return config
+
+
+def _json_object(path: Path) -> dict[str, Any] | None:
+    """A JSON file that must hold an object; None where it does not exist."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; a Hugging Face folder has a config.json") from None
+        return None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UserError(f"{path}: cannot be read as JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise UserError(f"{path}: must hold a JSON object, found {type(config).__name__}")
-    return config
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: must hold a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _tokenizer_ids(config: Mapping[str, Any]) -> dict[str, int]:
+    """Ids of the special tokens that a tokenizer_config.json names and numbers."""
+
+    def text(token: Any) -> Any:
+        return token.get("content") if isinstance(token, dict) else token
+
+    added = config.get("added_tokens_decoder")
+    number = {text(t): int(i) for i, t in added.items() if i.isdigit()} if isinstance(added, dict) else {}
+    named = {f"{name}_token_id": text(config.get(f"{name}_token")) for name in ("mask", "eos", "pad")}
+    return {key: number[token] for key, token in named.items() if isinstance(token, str) and token in number}
 
 
 class SafetensorsSource:

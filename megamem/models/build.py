@@ -94,6 +94,7 @@ def build_model(
         pg_collection=groups.collection,
     )
     model.stream = stream
+    model.shifted_logits = arch.shifted_logits
     rows = vocab // groups.tp.size
     model.vocab = VocabShard(groups.tp.rank * rows, rows, arch.vocab_rows, groups.tp)
     if groups.is_first_stage and arch.positions == "learned":

@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from megamem.layout.grid import ChunkGrid
+from megamem.layout.shift import segment_predecessors
 from megamem.models.row import Head, RowParams
 from megamem.ops.vocab import Samples, VocabShard, sample_tokens, selected_logprob
 from megamem.stream.gradients import expect_plain_gradients
@@ -75,6 +76,7 @@ class DiffusionGPT(GPTModel):
     """One pipeline stage of a diffusion language model."""
 
     vocab: VocabShard
+    shifted_logits: bool = False
     stream: StreamOptions | None = None
     stream_short_rows: bool = False
 
@@ -85,7 +87,8 @@ class DiffusionGPT(GPTModel):
             ids_BS: token ids `[1, S]`; read by the first stage only.
             row: the layout; S must be a multiple of the tensor-parallel size under sequence parallelism. A long row
                 gets its chunk grid here if the model streams.
-            position_T: row indices whose hidden states the head needs; None: all of them.
+            position_T: row indices of the tokens that the head predicts, of which `hidden_rows` makes those of hidden
+                states; None: the head gets every hidden state in row order, unshifted.
             head: applied on the last stage.
 
         Returns:
@@ -120,14 +123,27 @@ class DiffusionGPT(GPTModel):
         if row.grid is not None and isinstance(head, LogProbHead):
             return streamed_logprob(hidden_SBH, self.head_steps(row, position_T, head), head.known_T)
         weight_VH = self.output_weight()
-        output = head(self._select(hidden_SBH, position_T, row.grid), weight_VH, self.vocab)
+        output = head(self._select(hidden_SBH, self.hidden_rows(row, position_T), row.grid), weight_VH, self.vocab)
         if self.stream is not None and isinstance(output, Tensor):
             expect_plain_gradients(output, [weight_VH])
         return output
 
     def head_steps(self, row: RowParams, position_T: Tensor | None, head: LogProbHead) -> HeadSteps:
         """The head's chunk steps on a row that has a grid."""
-        return HeadSteps(self.output_weight(), position_T, head.target_T, self.vocab, row.grid, self.stream.head_tokens)
+        row_T = self.hidden_rows(row, position_T)
+        return HeadSteps(self.output_weight(), row_T, head.target_T, self.vocab, row.grid, self.stream.head_tokens)
+
+    def hidden_rows(self, row: RowParams, position_T: Tensor | None) -> Tensor | None:
+        """Row indices of the hidden states that predict the tokens at row indices `position_T`.
+
+        The one place that knows of shifted logits: everyone else names the tokens to predict.
+        """
+        if position_T is None or not self.shifted_logits:
+            return position_T
+        before_S = torch.arange(-1, row.layout.length - 1, device=position_T.device)
+        for start, before in segment_predecessors(row.layout):
+            before_S[start] = before
+        return before_S[position_T]
 
     def output_weight(self) -> Tensor:
         """This rank's rows of the output matrix."""

@@ -8,12 +8,10 @@ attention is fully bidirectional and logits are not shifted.
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
 from megamem.config.architecture import Architecture
-from megamem.config.load import explain
 from megamem.convert.maps import GateUp, Plain, Qkv, TensorMap, Vocab
 from megamem.errors import UserError
+from megamem.models.hf_config import check_fixed, reading, size, token_id
 
 # Switches of the published code that change the function, with the only value that this model computes.
 _FIXED = {
@@ -33,41 +31,22 @@ _FIXED = {
 }
 
 
-def _size(hf: Mapping[str, Any], *keys: str) -> int:
-    """The first of these keys that is set; a KeyError names the last."""
-    key = next((key for key in keys if hf.get(key) is not None), keys[-1])
-    value = hf[key]
-    if type(value) is not int or value < 1:
-        raise UserError(f"config.json: {key} = {value!r}; allowed: a positive integer")
-    return value
-
-
-def _token(hf: Mapping[str, Any], key: str, rows: int) -> int:
-    value = hf[key]
-    if type(value) is not int or not 0 <= value < rows:
-        raise UserError(f"config.json: {key} = {value!r}; allowed: 0 … {rows - 1}")
-    return value
-
-
 def read_config(hf: Mapping[str, Any]) -> Architecture:
     """Architecture of a LLaDA `config.json`.
 
     Raises:
         UserError: a key is missing or asks for something else than the LLaDA architecture.
     """
-    for key, only in _FIXED.items():
-        value = hf.get(key, only)
-        if value != only and not (only is None and value is False):
-            raise UserError(f"config.json: {key} = {value!r} is not the LLaDA architecture; allowed: {only!r}")
-    try:
-        hidden, heads, kv_heads = _size(hf, "d_model"), _size(hf, "n_heads"), _size(hf, "n_kv_heads", "n_heads")
+    check_fixed(hf, _FIXED, "LLaDA")
+    with reading("LLaDA"):
+        hidden, heads, kv_heads = size(hf, "d_model"), size(hf, "n_heads"), size(hf, "n_kv_heads", "n_heads")
         if hidden % (2 * heads):
             raise UserError(f"config.json: d_model = {hidden} must be an even multiple of n_heads = {heads}")
         if heads % kv_heads:
             raise UserError(f"config.json: n_kv_heads = {kv_heads} must divide n_heads = {heads}")
-        rows = _size(hf, "embedding_size", "vocab_size")
+        rows = size(hf, "embedding_size", "vocab_size")
         return Architecture(
-            layers=_size(hf, "n_layers"),
+            layers=size(hf, "n_layers"),
             hidden=hidden,
             ffn=hf.get("mlp_hidden_size") or hf["mlp_ratio"] * hidden,
             heads=heads,
@@ -80,15 +59,11 @@ def read_config(hf: Mapping[str, Any]) -> Architecture:
             rope_theta=hf.get("rope_theta", 10000.0),
             tied_head=hf.get("weight_tying", False),
             max_positions=hf.get("max_sequence_length", 1024),
-            mask_id=_token(hf, "mask_token_id", rows),
-            eos_id=_token(hf, "eos_token_id", rows),
-            pad_id=_token(hf, "pad_token_id", rows),
+            mask_id=token_id(hf, "mask_token_id", rows),
+            eos_id=token_id(hf, "eos_token_id", rows),
+            pad_id=token_id(hf, "pad_token_id", rows),
             init_std=hf.get("init_std", 0.02),
         )
-    except KeyError as missing:
-        raise UserError(f"config.json: the key {missing.args[0]!r} is missing (LLaDA)") from None
-    except ValidationError as error:
-        raise UserError(f"config.json: {explain(error.errors()[0], Architecture)}") from None
 
 
 def tensor_maps(arch: Architecture) -> list[TensorMap]:

@@ -52,8 +52,8 @@ class RowParams(PackedSeqParams):
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One micro-batch: int64 `ids_S`, its layout, and what the head computes at which row indices `position_T` (None:
-    at all of them)."""
+    """One micro-batch: int64 `ids_S`, its layout, and a head that predicts the tokens at row indices `position_T` (if
+    None, it gets every hidden state)."""
 
     ids_S: Tensor
     params: RowParams

@@ -7,7 +7,7 @@ from typing import Any
 from megamem.config.architecture import Architecture
 from megamem.convert.maps import TensorMap
 from megamem.errors import UserError
-from megamem.models import llada
+from megamem.models import dream, llada, qwen
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class ModelSpec:
 
 SPECS: dict[str, ModelSpec] = {
     "llada": ModelSpec("llada", ("llada",), llada.read_config, llada.tensor_maps),
+    "qwen": ModelSpec("qwen", tuple(qwen.VARIANTS), qwen.read_config, qwen.tensor_maps),
+    "dream": ModelSpec("dream", ("Dream",), dream.read_config, qwen.tensor_maps),
 }
 
 

@@ -181,9 +181,12 @@ class StagePass:
             if unit == 0:
                 opened.close()
         if model.pre_process:
-            if state.dembedded_SBH is None:
+            if len(state.cut.units) == 1:
+                state.dembedded_SBH = dy
+            elif state.dembedded_SBH is None:
                 state.dembedded_SBH = torch.empty_like(state.embedded_SBH)
-            state.dembedded_SBH[state.cut.tokens(unit)] = dy
+            if state.dembedded_SBH is not dy:
+                state.dembedded_SBH[state.cut.tokens(unit)] = dy
         if unit == 0:
             self._finish(microbatch)
         return None if model.pre_process else dy

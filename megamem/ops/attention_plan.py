@@ -1,8 +1,8 @@
 """From a layout to flash calls: pure integers, no tensors.
 
-Every relation but `own_block` shows a query a prefix of the key segment, so an edge is a staircase. It is cut into `Tile`s, the two
-shapes that a flash kernel serves without a mask: rectangles (every query sees every key) and aligned squares with a
-causal triangle. Tiles of one shape at one spacing become one batched `Call`.
+Every relation but `own_block` shows a query a prefix of the key segment, so an edge is a staircase. It is cut into
+`Tile`s, the two shapes that a flash kernel serves without a mask: rectangles (every query sees every key) and aligned
+squares with a causal triangle. Tiles of one shape at one spacing become one batched `Call`.
 
 A block relation has one step per block. Steps are cut into rectangles in one of two ways, and a plan takes the one with
 fewer calls:
@@ -17,12 +17,16 @@ block-th query and key, one call per offset in a block, took 1.9 s and 4.1 s and
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
 from megamem.layout.layout import Kind, Layout, Relation, Segment
+
+# An edge whose segments need not lie in one row: the first counts from the first query of a plan, the second from the
+# first key; positions are those of the sequence in both.
+LooseEdge = tuple[Segment, Segment, Relation]
 
 
 @dataclass(frozen=True)
@@ -53,11 +57,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Plan:
-    """All calls of a range of queries (a whole row, or a chunk of it) over the row's keys.
+    """All calls of some queries (a row, a chunk of it, new tokens) over keys (the row's, or the slots of a cache).
 
     Attributes:
         queries: number of queries; `Call.first.q` counts from the first of them.
-        keys: tokens of the row.
+        keys: number of keys, seen or not.
         merge: some query meets more than one call, so results merge by log-sum-exp.
     """
 
@@ -87,7 +91,7 @@ def _causal_tiles(query: Segment, key: Segment) -> list[Tile]:
     square = min(q_len, k_len)
     tiles = [
         Tile(q, q_len, key.start, before, False),
-        Tile(q, square, k, square, True),
+        Tile(q, square, k, square, square > 1),
         Tile(q + square, q_len - square, k, square, False),
     ]
     return [tile for tile in tiles if tile.q_len > 0 and tile.k_len > 0]
@@ -153,19 +157,15 @@ def _clipped(segment: Segment, start: int, stop: int) -> Segment:
     return Segment(first - start, min(segment.stop, stop) - first, segment.position + first - segment.start)
 
 
-def _tiles(layout: Layout, start: int, stop: int, cut: Callable[[list[_Step], int], list[Tile]]) -> list[Tile]:
-    """Of the queries `[start, stop)`, counted from `start`."""
+def _tiles(edges: Sequence[LooseEdge], cut: Callable[[list[_Step], int], list[Tile]]) -> list[Tile]:
     tiles: list[Tile] = []
-    for edge in layout.edges:
-        query, key = _clipped(layout.segments[edge.query], start, stop), layout.segments[edge.key]
-        if query.length <= 0:
-            continue
-        if edge.relation.kind is Kind.CAUSAL:
+    for query, key, relation in edges:
+        if relation.kind is Kind.CAUSAL:
             tiles += _causal_tiles(query, key)
-        elif edge.relation.kind is Kind.OWN_BLOCK:
-            tiles += _rectangles(_steps(query, key, edge.relation), key.start)
+        elif relation.kind is Kind.OWN_BLOCK:
+            tiles += _rectangles(_steps(query, key, relation), key.start)
         else:
-            for flight in _flights(_steps(query, key, edge.relation), edge.relation.block):
+            for flight in _flights(_steps(query, key, relation), relation.block):
                 tiles += cut(flight, key.start)
     return tiles
 
@@ -245,13 +245,30 @@ def plan_attention(layout: Layout, start: int = 0, stop: int | None = None) -> P
         ValueError: one of these tokens sees nothing (its output would be undefined).
     """
     stop = layout.length if stop is None else stop
+    edges = [
+        (_clipped(layout.segments[edge.query], start, stop), layout.segments[edge.key], edge.relation)
+        for edge in layout.edges
+    ]
+    return plan_edges([edge for edge in edges if edge[0].length > 0], stop - start, layout.length, start)
+
+
+def plan_edges(edges: Sequence[LooseEdge], queries: int, keys: int, first: int = 0) -> Plan:
+    """The flash calls of `queries` queries over `keys` keys, which need not be of one row.
+
+    Args:
+        edges: no two may join the same query and key.
+        first: number of the first query, in messages.
+
+    Raises:
+        ValueError: a query sees nothing (its output would be undefined).
+    """
     plans = []
     for cut in (_rectangles, _halves):
-        tiles = _join_adjacent_queries(_join_adjacent_keys(_tiles(layout, start, stop, cut)))
-        covered = _coverage(tiles, stop - start)
+        tiles = _join_adjacent_queries(_join_adjacent_keys(_tiles(edges, cut)))
+        covered = _coverage(tiles, queries)
         if 0 in covered:
-            raise ValueError(f"token {start + covered.index(0)} of the row sees no token")
-        plans.append(Plan(stop - start, layout.length, tuple(_batch(tiles)), merge=max(covered) > 1))
+            raise ValueError(f"token {first + covered.index(0)} of the row sees no token")
+        plans.append(Plan(queries, keys, tuple(_batch(tiles)), merge=max(covered, default=0) > 1))
     return min(plans, key=lambda plan: len(plan.calls))
 
 

@@ -1,5 +1,9 @@
 """Responses and their noise as rows: one unit of work per Monte-Carlo draw.
 
+A row is a sequence of trees (layout/trees.py): a prompt and the draws that see it. Draws of a fully bidirectional model
+share nothing; those of a block-causal one are noisy copies beside the clean response; those of a causal one are the
+responses themselves.
+
 Rows are built when they are run, so memory does not grow with the number of draws (BGPO, Algorithm 1).
 
 Shapes: B samples of this rank, D draws, P prompt tokens, L response tokens; of a row: S tokens, T scored tokens,
@@ -10,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megamem.diffusion.noise import NoisePlan
-from megamem.layout.packing import PackedRow, RowShape, pack
+from megamem.layout.packing import RowShape, Unit, draws, pack_draws
+from megamem.layout.trees import place
 from megamem.models.gpt import LogProbHead
 from megamem.models.row import Row, RowParams
 
@@ -60,16 +64,38 @@ class DrawRow(Row):
     unit_T: Tensor
 
 
+@dataclass(frozen=True)
+class DrawnModel:
+    """What rows of draws depend on in a model.
+
+    Attributes:
+        attention: how a sequence attends (a name of `layout.packing.SEQUENCE_LAYOUTS`).
+        shifted: a token is predicted at the row before it.
+        mask_id: what stands where a scored token is hidden; None for a causal model, which hides nothing.
+        share_prefix: compute a prompt that several draws have in common once.
+    """
+
+    attention: str
+    shifted: bool
+    mask_id: int | None
+    share_prefix: bool
+
+
 class DrawRows(Sequence[DrawRow]):
     """All draws of some samples, packed in order (sample by sample), each row built on access."""
 
-    def __init__(self, samples: Sequence[Sample], attention: str, shape: RowShape, mask_id: int, device: torch.device):
-        self._samples = samples
+    def __init__(self, samples: Sequence[Sample], model: DrawnModel, shape: RowShape, device: torch.device):
+        """Args:
+        samples: those of one group (one prompt) in succession.
+        model: how the model attends and predicts.
+        shape: of the rows.
+        device: of the rows' tensors.
+        """
+        self._samples, self._model, self._device = samples, model, device
         self._units = [(b, d) for b, s in enumerate(samples) for d in range(len(s.plan.weight_D))]
-        pairs = [(len(samples[b].prompt_P), samples[b].scored_tokens) for b, _ in self._units]
-        self._packed = pack(pairs, attention, shape)
-        self._mask_id = mask_id
-        self._device = device
+        self._how = draws(model.attention, model.shifted, model.share_prefix)
+        units = [Unit(samples[b].group, b, len(samples[b].prompt_P), samples[b].scored_tokens) for b, _ in self._units]
+        self._packed = pack_draws(units, self._how, shape)
 
     @property
     def tokens(self) -> int:
@@ -80,30 +106,43 @@ class DrawRows(Sequence[DrawRow]):
         return len(self._packed)
 
     def __getitem__(self, index: int) -> DrawRow:
-        packed: PackedRow = self._packed[index]
-        ids, positions, targets, counts = [], [], [], []
-        for unit, start in zip(packed.members, packed.starts, strict=True):
-            b, d = self._units[unit]
-            sample = self._samples[b]
-            masked_L, prompt_P = sample.plan.masked_DL[d], sample.prompt_P
-            if sample.prompt_mask_DP is not None:
-                prompt_P = prompt_P.masked_fill(sample.prompt_mask_DP[d], self._mask_id)
-            ids += [prompt_P, sample.response_L.masked_fill(masked_L, self._mask_id)]
-            positions.append(masked_L.nonzero()[:, 0] + start + len(prompt_P))
-            targets.append(sample.response_L[masked_L])
-            counts.append(len(targets[-1]))
-        ids_S = torch.cat(ids)
-        ids_S = F.pad(ids_S, (0, packed.layout.length - len(ids_S)), value=self._mask_id)
-        pairs = torch.tensor([self._units[u] for u in packed.members])
-        weight_U = torch.stack([self._samples[b].plan.weight_D[d] for b, d in pairs.tolist()])
+        packed = self._packed[index]
+        ids_S = torch.full((packed.layout.length,), self._model.mask_id or 0)  # where nothing is written: fillers
+        units, positions, targets, counts = [], [], [], []
+        for tree, members, (prefix, branches) in zip(packed.trees, packed.members, place(packed.trees), strict=True):
+            ids_S[prefix : prefix + tree.prefix] = self._samples[self._units[members[0][0]][0]].prompt_P[: tree.prefix]
+            for branch, drawn, placed in zip(tree.branches, members, branches, strict=True):
+                b = self._units[drawn[0]][0]
+                if placed.copies:
+                    clean_L = torch.cat([self._samples[b].prompt_P[tree.prefix :], self._samples[b].response_L])
+                    ids_S[placed.clean : placed.clean + branch.length] = clean_L
+                for unit, start in zip(drawn, placed.copies or (placed.clean,), strict=True):
+                    ids_S[start : start + branch.length], place_T, target_T = self._draw(unit, tree.prefix)
+                    units.append(unit)
+                    positions.append(place_T + start)
+                    targets.append(target_T)
+                    counts.append(len(target_T))
+        pairs_U2 = torch.tensor([self._units[unit] for unit in units])
+        weight_U = torch.stack([self._samples[b].plan.weight_D[d] for b, d in pairs_U2.tolist()])
         to = self._device
         return DrawRow(
             ids_S.to(to),
             RowParams(layout=packed.layout),
             torch.cat(positions).to(to),
             LogProbHead(torch.cat(targets).to(to)),
-            sample_U=pairs[:, 0].to(to),
-            draw_U=pairs[:, 1].to(to),
+            sample_U=pairs_U2[:, 0].to(to),
+            draw_U=pairs_U2[:, 1].to(to),
             weight_U=weight_U.to(to),
             unit_T=torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(to),
         )
+
+    def _draw(self, unit: int, prefix: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens of a draw behind the shared prefix, where its scored tokens lie in them, and what they are."""
+        b, d = self._units[unit]
+        sample, mask_id = self._samples[b], self._model.mask_id
+        masked_L, prompt_P, response_L = sample.plan.masked_DL[d], sample.prompt_P, sample.response_L
+        if sample.prompt_mask_DP is not None:
+            prompt_P = prompt_P.masked_fill(sample.prompt_mask_DP[d], mask_id)
+        shown_L = response_L if mask_id is None else response_L.masked_fill(masked_L, mask_id)
+        place_T = masked_L.nonzero()[:, 0] + len(prompt_P) - prefix
+        return torch.cat([prompt_P[prefix:], shown_L]), place_T, response_L[masked_L]

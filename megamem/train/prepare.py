@@ -82,6 +82,20 @@ class Prepared:
     objective: Objective
     resume_from: Path | None
 
+    def prompt_ids(self, text: str, where: str) -> tuple[int, ...]:
+        """Token ids of a prompt.
+
+        Raises:
+            UserError: it has none, and the model predicts a token from the one before it.
+        """
+        ids = tuple(self.tokenizer.encode_prompt(text))
+        if not ids and self.model.arch.shifted_logits:
+            raise UserError(
+                f"{where}: its prompt has no token; this model predicts a token from the one before it, so a response "
+                "must follow at least one"
+            )
+        return ids
+
     def prompts(
         self, split: Split, gen_length: int, limit: int | None = None
     ) -> tuple[list[Prompt], Mapping[str, int]]:
@@ -95,7 +109,7 @@ class Prepared:
         kept: list[Prompt] = []
         counts = {"dropped": 0, "truncated": 0}
         for problem in self.task.problems(split)[:limit]:
-            ids = tuple(self.tokenizer.encode_prompt(problem.prompt))
+            ids = self.prompt_ids(problem.prompt, f"problem {problem.key!r} ({split})")
             if len(ids) > longest:
                 if r.overlong == "refuse":
                     raise UserError(

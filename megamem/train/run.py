@@ -17,6 +17,7 @@ from megamem.rollout.sampler import Decoding
 from megamem.stream.layer import StreamOptions
 from megamem.stream.trace import TraceFolder
 from megamem.train.checkpoint import load_model, load_training, read_info
+from megamem.train.draws import DrawnModel
 from megamem.train.optim import build_optimizer, wrap_for_training
 from megamem.train.prepare import Prepared, Prompt
 
@@ -47,6 +48,13 @@ class Run:
     prompts: Sequence[Prompt] = ()
     finished: int = 0
 
+    @property
+    def drawn_model(self) -> DrawnModel:
+        """What rows of draws depend on in the model."""
+        arch, share = self.prepared.model.arch, self.prepared.config.prefix.share
+        mask_id = None if arch.attention == "causal" else arch.mask_id
+        return DrawnModel(attention_name(self.prepared), arch.shifted_logits, mask_id, share)
+
     def decoding(self, step: int, training: bool) -> Decoding:
         """Decoding settings of a training rollout or of an evaluation."""
         r, e, arch = self.prepared.config.rollout, self.prepared.config.eval, self.prepared.model.arch
@@ -69,7 +77,7 @@ class Run:
 def attention_name(prepared: Prepared) -> str:
     """How a sequence attends: the model's own way, or the one asked for."""
     asked = prepared.config.model.attention
-    return prepared.model.arch.attention if asked == "native" else asked
+    return prepared.model.arch.sequence_attention if asked == "native" else asked
 
 
 def stream_options(config: StreamConfig) -> StreamOptions | None:

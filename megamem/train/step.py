@@ -109,13 +109,8 @@ def make_updates(run: Run, batch: Batch, step: int) -> list[Update]:
         if config.train.checks:
             check_shares(weight_B, samples, objective, config, run.groups)
         samples, weight_B = _drop_silent(samples, weight_B)
-        rows = DrawRows(
-            samples,
-            run.trainer.attention,
-            run.trainer.row_shape(config.train.row_tokens),
-            run.prepared.model.arch.mask_id,
-            run.groups.device.torch,
-        )
+        shape = run.trainer.row_shape(config.train.row_tokens)
+        rows = DrawRows(samples, run.drawn_model, shape, run.groups.device.torch)
         # The first optimizer step trains the policy that sampled: old and new log-probs are the same numbers.
         old = score(run.sampler, rows, objective) if index and objective.uses_old else None
         updates.append(Update(samples, weight_B, rows, old))

@@ -207,7 +207,7 @@ def uneven_gradients(groups, model, out, settings):
     weight_B = sample_weights("token", tokens_B, groups_B, draws, "draw", groups.sum_over_data)
     mine, weight_B = _drop_silent(mine, weight_B)
     shape = run.trainer.row_shape(config.train.row_tokens)
-    rows = DrawRows(mine, run.trainer.attention, shape, run.prepared.model.arch.mask_id, groups.device.torch)
+    rows = DrawRows(mine, run.drawn_model, shape, groups.device.torch)
     move(run)
     run.trainer.model.zero_grad_buffer()
     backward(run.trainer, Update(mine, weight_B, rows), run.prepared.objective, length_norm=False)

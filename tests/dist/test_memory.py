@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from megamem.bench.memory import LiveStorages
+from megamem.platform.memory import LiveStorages
 from megamem.diffusion.noise import draw_noise
 from megamem.objectives.registry import build_objective
 from megamem.platform.rng import generator
@@ -57,7 +57,7 @@ def an_update(groups, folder, objective, draws):
         response_L = torch.randint(eos + 2, 80, (LENGTH,), generator=stream)
         samples.append(Sample(torch.tensor(run.prompts[i].ids), response_L, plan, advantage, 0))
     arch = run.prepared.model.arch
-    rows = DrawRows(samples, "full", run.trainer.row_shape(1), arch.mask_id, groups.device.torch)
+    rows = DrawRows(samples, run.drawn_model, run.trainer.row_shape(1), groups.device.torch)
     assert len(rows) == 2 * draws
     units = draws if objective == "bgpo" else 1
     weight_B = torch.full((2,), 0.5 / units, dtype=torch.float64)

@@ -4,8 +4,6 @@ Shapes: S packed tokens, L tokens of one sequence, H hidden, N query heads, G ke
 """
 
 import math
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,27 +12,17 @@ from torch import Tensor
 
 from megamem.cli.convert import FP32_NOISE, verdict_text, verify
 from megamem.convert.source import DTYPES, RandomSource, SafetensorsSource
-from megamem.convert.weights import export_weights, load_weights, stage_parameters
+from megamem.convert.weights import export_weights, load_weights
 from megamem.convert.writer import SafetensorsWriter
 from megamem.layout.layout import FULL, Edge, Layout, Segment, prefix_lm, rows
 from megamem.models.build import build_model
 from megamem.models.gpt import LogitsHead, LogProbHead
 from megamem.models.row import RowParams
-from megamem.models.spec import find_spec
-from megamem.platform.device import resolve_device
-from megamem.platform.groups import process_groups
-from megamem.platform.launch import Ranks
 from tests.helpers import llada_config, refused, shared, write_config
+from tests.parity.family import built, copy_with, full_logits, gradients_by_name, random_weights
 from tests.tol import assert_algebra, assert_exact
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture
-def groups():
-    """A grid of one process. Per test (0.1 s), because `verify` starts and ends its own."""
-    with process_groups(Ranks(0, 1, 0, None, "single process"), resolve_device("auto", 0), 1, 1) as grid:
-        yield grid
 
 
 # --- the published code
@@ -51,24 +39,10 @@ def test_verify_against_the_published_code():
     assert f"{verdict.max_difference:.3g}" in told and "21 of 21 tensors bit-equal" in told and "passed" in told
 
 
-def copy_with(folder: Path, target: Path, swap: tuple[str, str]) -> Path:
-    """The folder with two parts of tensor names exchanged."""
-    shutil.copytree(folder, target)
-    source, (a, b) = SafetensorsSource(folder), swap
-    exchange = {n: n.replace(a, "*").replace(b, a).replace("*", b) for n in source.shapes}
-    with SafetensorsWriter(target, [(n, source.shapes[n], source.dtypes[n]) for n in exchange]) as writer:
-        for name in exchange:
-            writer.write(name, source.read(exchange[name]))
-    return target
-
-
 @pytest.mark.parametrize("swap", [("ff_proj", "up_proj"), ("q_proj", "k_proj")], ids=["gate_and_up", "q_and_k"])
 def test_verify_sees_swapped_weights(tmp_path, swap):
     folder = shared("data", "parity", "llada")
-    (tmp_path / "source").mkdir()
-    for path in folder.iterdir():
-        shutil.copyfile(path, tmp_path / "source" / path.name)
-    swapped = copy_with(tmp_path / "source", tmp_path / "swapped", swap)
+    swapped = copy_with(folder, tmp_path / "swapped", swap)
     verdict = verify(swapped, folder / "reference.safetensors", ())
     assert not verdict.passed and verdict.max_difference > 1000 * FP32_NOISE and not verdict.unequal
     assert "FAILED" in verdict_text(verdict, as_json=False)
@@ -134,45 +108,9 @@ each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 LENGTHS = [7, 1, 12]
 
 
-def random_weights(config: dict, dtype: torch.dtype = torch.float64):
-    """A source of random weights, norms among them, large enough for every part to matter."""
-    spec = find_spec(config, "here")
-    arch = spec.read_config(config)
-    source = RandomSource(spec.tensor_maps(arch), arch, seed=3)
-    key = torch.Generator().manual_seed(4)
-    drawn = {n: torch.randn(s, generator=key, dtype=torch.float64) for n, s in source.shapes.items()}
-    drawn = {n: (1 + 0.3 * x if x.dim() == 1 else 0.4 * x).to(dtype) for n, x in drawn.items()}
-    source.read = drawn.__getitem__
-    source.dtypes = dict.fromkeys(drawn, dtype)
-    return spec, arch, source, drawn
-
-
-def built(config: dict, groups, dtype: torch.dtype = torch.float64):
-    spec, arch, source, drawn = random_weights(config, dtype)
-    model = build_model(arch, groups, dtype)
-    load_weights(model, spec.tensor_maps(arch), arch, source, groups)
-    return spec, arch, model, drawn
-
-
 def random_ids(config: dict, device) -> Tensor:
     key = torch.Generator().manual_seed(6)
     return torch.randint(0, config["embedding_size"], (sum(LENGTHS),), generator=key).to(device)
-
-
-def full_logits(hidden_TH: Tensor, weight_VH: Tensor, shard) -> Tensor:
-    """A head for tests: differentiable logits of the real vocabulary."""
-    return F.linear(hidden_TH, weight_VH)[:, : shard.valid]
-
-
-def gradients_by_name(spec, arch, model, source_names) -> dict[str, Tensor]:
-    """The model's gradients under their Hugging Face names, the way weights are exported."""
-    named = {}
-    parameters = stage_parameters(model)
-    for entry in spec.tensor_maps(arch):
-        if entry.core in parameters:
-            named |= zip(entry.hf, entry.join([parameters[entry.core].grad], arch), strict=True)
-    assert set(named) == set(source_names)
-    return named
 
 
 @each_config

@@ -164,6 +164,8 @@ BROKEN = [
     ("noise_fits_objective", ["objective.name=diffu_grpo"], {}, 1,
      ["noise.estimator = iid_t", "objective.name = diffu_grpo", "allowed: full"]),
     ("noise_fits_objective", ["noise.estimator=coupled", "noise.draws=3"], {}, 1, ["noise.draws = 3", "even"]),
+    ("token_ids_known", [], {"mask_id": None}, 1, ["model.path = models/tiny", "no mask_token_id", "config.json"]),
+    ("token_ids_known", [], {"eos_id": None}, 1, ["model.path = models/tiny", "no eos_token_id"]),
     ("learning_rate_decays_down", ["optimizer.min_lr=1"], {}, 1,
      ["optimizer.min_lr = 1.0", "optimizer.lr = 5e-07", "0 … lr"]),
     ("learning_rate_decays_down", ["optimizer.warmup_steps=401"], {}, 1,

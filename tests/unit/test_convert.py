@@ -16,7 +16,7 @@ from megamem.convert.maps import GateUp, Plain, Qkv, Vocab
 from megamem.convert.source import CODES, RandomSource, SafetensorsSource, check_coverage, read_hf_config
 from megamem.convert.writer import SafetensorsWriter
 from megamem.models.spec import find_spec
-from tests.helpers import llada_config, refused, shared, write_config
+from tests.helpers import llada_config, qwen_config, refused, shared, write_config
 from tests.tol import assert_exact
 
 ARCH = Architecture(
@@ -300,8 +300,8 @@ def test_broken_config(folder, text):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"model_type": "gpt2"}, ["model_type = 'gpt2'", "supported: llada"]),
-        ({"model_type": "absent"}, ["model_type = None", "supported: llada"]),
+        ({"model_type": "gpt2"}, ["model_type = 'gpt2'", "supported: Dream, ", " llada, qwen2, qwen3, sdar"]),
+        ({"model_type": "absent"}, ["model_type = None", "llada"]),
         ({"activation_type": "gelu"}, ["activation_type = 'gelu'", "allowed: 'silu'"]),
         ({"alibi": True}, ["alibi = True", "allowed: False"]),
         ({"include_qkv_bias": True}, ["include_qkv_bias = True", "allowed: False"]),
@@ -327,21 +327,119 @@ def test_wrong_config(folder, changes, told):
     assert "config.json" in message and all(text in message for text in told), message
 
 
-# --- the real LLaDA-8B
+def qwen_arch(model_type: str, **changes) -> Architecture:
+    config = {k: v for k, v in qwen_config(model_type, **changes).items() if v != "absent"}
+    return find_spec(config, "here").read_config(config)
 
 
-def test_maps_cover_llada_8b():
-    """Names and total bytes of the published index, from the published config.json alone."""
-    folder = shared("data", "models", "llada-8b-instruct")
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "a2d-qwen3", "sdar", "Dream"])
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"hidden_act": "gelu"}, ["hidden_act = 'gelu'", "allowed: 'silu'"]),
+        ({"attention_dropout": 0.1}, ["attention_dropout = 0.1", "allowed: 0.0"]),
+        ({"attention_bias": True}, ["attention_bias = True", "allowed: null or false"]),
+        ({"use_sliding_window": True}, ["use_sliding_window = True", "allowed: null or false"]),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "'sliding_attention'"]),
+        ({"num_experts": 8}, ["num_experts = 8", "null"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["rope_scaling.rope_type = 'yarn'", "'default'"]),
+        ({"rope_parameters": {"rope_type": "linear"}}, ["rope_parameters.rope_type = 'linear'", "'default'"]),
+        ({"rope_scaling": 4.0}, ["rope_scaling = 4.0", "object or null"]),
+        ({"rope_theta": None}, ["rope_theta = None"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads = 3", "num_attention_heads = 4"]),
+        ({"num_key_value_heads": "absent"}, ["'num_key_value_heads' is missing"]),
+        ({"head_dim": 5}, ["head_dim = 5", "even"]),
+        ({"num_hidden_layers": "two"}, ["num_hidden_layers = 'two'", "positive integer"]),
+        ({"eos_token_id": 97}, ["eos_token_id = 97", "0 … 96"]),
+        ({"tie_word_embeddings": "maybe"}, ["tied_head = 'maybe'"]),
+    ],
+    ids=str,
+)
+def test_wrong_qwen_config(model_type, changes, told):
+    message = refused(qwen_arch, model_type, **changes)
+    assert "config.json" in message and all(text in message for text in told), message
+
+
+def test_qwen_defaults():
+    """What an absent key means is the published code's default, not ours."""
+    assert (qwen_arch("qwen3", head_dim="absent").head_dim, qwen_arch("qwen2", head_dim="absent").head_dim) == (128, 6)
+    assert "hidden_size = 26" in refused(qwen_arch, "qwen2", head_dim="absent", hidden_size=26)
+    new = {"rope_theta": 5e5, "rope_type": "default"}  # as transformers 5 writes it
+    assert qwen_arch("qwen3", rope_theta="absent", rope_parameters=new).rope_theta == 5e5
+    assert qwen_arch("qwen3", rope_theta="absent").rope_theta == 10000.0
+    assert "'block_size' is missing" in refused(qwen_arch, "sdar", block_size="absent")
+
+
+def test_what_each_model_type_is():
+    def facts(arch: Architecture):
+        return arch.sequence_attention, arch.shifted_logits, arch.qkv_bias, arch.qk_norm, arch.mask_id
+
+    assert facts(qwen_arch("qwen2", mask_token_id=5)) == ("causal", True, True, False, None)
+    assert facts(qwen_arch("qwen3")) == ("causal", True, False, True, None)
+    assert facts(qwen_arch("a2d-qwen2", mask_token_id=5)) == ("full", False, True, False, 5)
+    assert facts(qwen_arch("a2d-qwen3")) == ("full", False, False, True, None)
+    assert facts(qwen_arch("sdar")) == ("block:4", False, False, True, 96)
+    assert facts(qwen_arch("Dream")) == ("full", True, True, False, 96)
+
+
+# --- token ids
+
+
+def test_token_ids_come_from_where_generation_reads_them(tmp_path):
+    """generation_config.json, then config.json, then the tokenizer; a list of ends starts with the one that is written.
+
+    `null` says nothing (Dream's generation_config.json has a null mask).
+    """
+
+    def ids(config: dict, generation: dict | None = None, tokenizer: dict | None = None) -> list:
+        files = {"config": config, "generation_config": generation, "tokenizer_config": tokenizer}
+        for name, content in files.items():
+            (tmp_path / f"{name}.json").unlink(missing_ok=True)
+            if content is not None:
+                (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        found = read_hf_config(tmp_path)
+        return [found.get(f"{name}_token_id") for name in ("mask", "eos", "pad")]
+
+    assert ids({}) == [None] * 3
+    config = {"mask_token_id": 3, "eos_token_id": 1, "pad_token_id": None}
+    assert ids(config) == [3, 1, None]
+    assert ids(config, {"mask_token_id": None, "eos_token_id": [2, 1]}) == [3, 2, None]
+    added = {"4": {"content": "<|mask|>"}, "5": {"content": "<|end|>"}, "0": {"content": "<|pad|>"}}
+    tokenizer = {"added_tokens_decoder": added, "mask_token": "<|mask|>", "pad_token": {"content": "<|pad|>"}}
+    assert ids(config, {}, tokenizer | {"eos_token": "<|end|>"}) == [3, 1, 0]
+    assert ids({}, {}, tokenizer | {"eos_token": None}) == [4, None, 0]
+    assert ids({}, None, {"mask_token": "<|mask|>"}) == [None] * 3
+    (tmp_path / "generation_config.json").write_text("[]")
+    assert "generation_config.json: must hold a JSON object" in refused(read_hf_config, tmp_path)
+
+
+# --- real models
+
+# hidden, layers, heads, kv_heads, head_dim, ffn, vocabulary rows, mask, eos
+REAL = {
+    "llada-8b-instruct": (4096, 32, 32, 32, 128, 12288, 126464, 126336, 126081),
+    "dream-7b-instruct": (3584, 28, 28, 4, 128, 18944, 152064, 151666, 151643),
+    "sdar-1.7b-chat": (2048, 28, 16, 8, 128, 6144, 151936, 151669, 151643),
+    "sdar-8b-chat": (4096, 36, 32, 8, 128, 12288, 151936, 151669, 151643),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_maps_cover_real_models(name):
+    """Names and total bytes of the published index, from the published configuration alone."""
+    folder = shared("data", "models", name)
     config = read_hf_config(folder)
     spec = find_spec(config, str(folder))
     arch = spec.read_config(config)
-    assert (arch.layers, arch.hidden, arch.ffn, arch.heads, arch.head_dim) == (32, 4096, 12288, 32, 128)
-    assert (arch.vocab_rows, arch.mask_id, arch.eos_id, arch.rope_theta) == (126464, 126336, 126081, 500000.0)
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    sizes = (arch.hidden, arch.layers, arch.heads, arch.kv_heads, arch.head_dim, arch.ffn, arch.vocab_rows)
+    assert (*sizes, arch.mask_id, arch.eos_id) == REAL[name]
     shapes = [(n, s) for m in spec.tensor_maps(arch) for n, s in zip(m.hf, m.shapes(arch), strict=True)]
-    assert sorted(name for name, _ in shapes) == sorted(index["weight_map"]), "every tensor once"
     bf16 = sum(2 * math.prod(shape) for _, shape in shapes)
+    if name == "sdar-1.7b-chat":  # one file, so no index: the published number of parameters
+        assert bf16 == 2 * 2_031_739_904
+        return
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert sorted(name for name, _ in shapes) == sorted(index["weight_map"]), "every tensor once"
     assert bf16 == index["metadata"]["total_size"]
 
 

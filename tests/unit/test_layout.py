@@ -15,11 +15,13 @@ from megamem.layout.layout import (
     Relation,
     Segment,
     block,
+    own_block,
     prefix_lm,
     rows,
     strict_block,
 )
-from megamem.layout.packing import SEQUENCE_LAYOUTS, RowShape, pack
+from megamem.layout.packing import RowShape, pack, sequence_layout
+from megamem.layout.shift import segment_predecessors
 from tests.helpers import random_layout
 
 
@@ -31,6 +33,7 @@ def sees(relation: Relation, p: int, k: int) -> bool:
         Kind.CAUSAL: k <= p,
         Kind.BLOCK: key_block <= query_block,
         Kind.STRICT_BLOCK: key_block < query_block,
+        Kind.OWN_BLOCK: key_block == query_block,
     }[relation.kind]
 
 
@@ -56,6 +59,8 @@ RELATIONS = {
     "block_larger_than_the_row": block(100, 2),
     "strict3": strict_block(3),
     "strict4_origin5": strict_block(4, 5),
+    "own3": own_block(3),
+    "own4_origin5": own_block(4, 5),
 }
 
 
@@ -147,7 +152,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("attention", SEQUENCE_LAYOUTS)
+@pytest.mark.parametrize("attention", ["full", "causal", "prefix_lm", "block:4"])
 def test_pack(attention, shape):
     packed = pack(PAIRS, attention, shape)
     assert [i for row in packed for i in row.members] == list(range(len(PAIRS))), "all, in order"
@@ -156,7 +161,7 @@ def test_pack(attention, shape):
         assert list(row.starts) == [0, *ends[:-1]], "without gaps"
         assert ends[-1] <= shape.tokens or len(row.members) == 1
         assert ends[-1] <= row.layout.length and row.layout.length % shape.multiple == 0
-        alone = SEQUENCE_LAYOUTS[attention]([PAIRS[i] for i in row.members])
+        alone = sequence_layout(attention, [PAIRS[i] for i in row.members])
         assert row.layout == alone.filled(row.layout.length)
     lengths = {row.layout.length for row in packed}
     if shape.equal:
@@ -172,3 +177,21 @@ def test_pack_by_hand():
     assert [row.layout.length for row in pack(PAIRS, "full", SHAPES["multiple"])] == [16, 4, 20, 4]
     assert [row.layout.length for row in pack(PAIRS, "full", SHAPES["both"])] == [20] * 4
     assert pack([], "full", SHAPES["equal"]) == []
+
+
+def test_blocks_are_counted_from_the_sequence_start():
+    """A prompt of 3 and a response of 4 in blocks of 4: token 3, the response's first, is in the prompt's block."""
+    seen = dense_mask(sequence_layout("block:4", [(3, 4), (1, 1)]))
+    first = [[q // 4 >= k // 4 for k in range(7)] for q in range(7)]
+    expected = [[*row, False, False] for row in first] + [[*[False] * 7, True, True]] * 2
+    assert seen.tolist() == expected
+
+
+def test_segment_predecessors():
+    """Two sequences; then a prefix of 3 with suffixes at position 3, the second of which is cut; then fillers."""
+    segments = (Segment(0, 4), Segment(4, 2), Segment(6, 3), Segment(9, 2, 3), Segment(11, 1, 3), Segment(12, 1, 4))
+    edges = [Edge(i, i, CAUSAL) for i in range(6)] + [Edge(i, 2, CAUSAL) for i in (3, 4, 5)] + [Edge(5, 4, CAUSAL)]
+    layout = Layout(segments, tuple(edges)).filled(15)
+    assert segment_predecessors(layout) == [(0, 0), (4, 4), (6, 6), (9, 8), (11, 8), (12, 11), (13, 13)]
+    alone = Layout((Segment(0, 2, 5),), (Edge(0, 0, CAUSAL),))
+    assert segment_predecessors(alone) == [(0, -1)], "what it continues is not in this row"
