@@ -1,4 +1,4 @@
-"""What several tests need: shared data, gradients of everything, a one-rank axis, tiny LLaDA configurations."""
+"""What several tests need: shared data, gradients of everything, a one-rank axis, tiny model configurations."""
 
 import json
 import random
@@ -64,6 +64,29 @@ def llada_config(**changes: Any) -> dict[str, Any]:
         "activation_type": "silu",
     }
     return config | changes
+
+
+def qwen_config(model_type: str = "qwen3", **changes: Any) -> dict[str, Any]:
+    """A tiny `config.json` with Qwen's keys and odd sizes; heads are wider than hidden / heads."""
+    config = {
+        "model_type": model_type,
+        "hidden_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "intermediate_size": 23,
+        "vocab_size": 97,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "eos_token_id": 90,
+    }
+    own = {"Dream": {"mask_token_id": 96}, "sdar": {"mask_token_id": 96, "block_size": 4}}
+    return config | own.get(model_type, {}) | changes
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:

@@ -112,7 +112,7 @@ class _Bench:
         samples = {n: [_sample(sizes, n, i) for i in range(sizes.responses)] for n in draws}
         shape, device = self.runner.row_shape(1), groups.device.torch  # one draw a row
         self._samples = samples
-        drawn = DrawnModel("full", shifted=False, mask_id=arch.mask_id, share_prefix=False)
+        drawn = DrawnModel("full", shifted=False, mask_id=arch.mask_id, share_prefix="none")
         self._rows = {n: DrawRows(samples[n], drawn, shape, device) for n in draws}
         elbo = FACTORIES["bgpo"](RatioLimits())  # of both objectives
         self._old = {n: score(self.runner, self._rows[n], elbo) for n in draws}

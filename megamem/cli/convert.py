@@ -177,7 +177,8 @@ def verify(hf: Path, reference: Path | None, overrides: Sequence[str]) -> Verdic
     """Import, compare logits with a reference, export, compare weights.
 
     Args:
-        reference: safetensors file with int64 `input_ids` `[B, L]` and `logits` `[B, L, V]`.
+        reference: safetensors file with int64 `input_ids` `[B, L]` and `logits` `[B, L, V]`, as the published model
+            returns them (before any shift).
 
     Raises:
         UserError: wrong folder or reference file.
@@ -188,11 +189,16 @@ def verify(hf: Path, reference: Path | None, overrides: Sequence[str]) -> Verdic
     if reference is not None:
         _read_reference(reference)
     with tempfile.TemporaryDirectory(prefix="megamem_verify_") as scratch:
-        run_locally(_verify_job, _world(settings), hf, reference, settings, Path(scratch))
-        difference, scale = json.loads((Path(scratch) / "logits.json").read_text())
-        before, after = SafetensorsSource(hf), SafetensorsSource(Path(scratch) / "export")
-        unequal = [n for n in before.shapes if n not in after.shapes or not _bit_equal(before.read(n), after.read(n))]
-        return Verdict(difference, scale, len(before.shapes), unequal)
+        run_locally(verify_job, _world(settings), hf, reference, settings, Path(scratch))
+        return read_verdict(hf, Path(scratch))
+
+
+def read_verdict(hf: Path, scratch: Path) -> Verdict:
+    """What `verify_job` has left in `scratch`."""
+    difference, scale = json.loads((scratch / "logits.json").read_text())
+    before, after = SafetensorsSource(hf), SafetensorsSource(scratch / "export")
+    unequal = [n for n in before.shapes if n not in after.shapes or not _bit_equal(before.read(n), after.read(n))]
+    return Verdict(difference, scale, len(before.shapes), unequal)
 
 
 def _bit_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -212,7 +218,8 @@ def _read_reference(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, logits
 
 
-def _verify_job(ranks: Ranks, hf: Path, reference: Path | None, settings: ConvertConfig, scratch: Path) -> None:
+def verify_job(ranks: Ranks, hf: Path, reference: Path | None, settings: ConvertConfig, scratch: Path) -> None:
+    """Every process's part of `verify`; leaves checkpoint, export and logit differences in the folder `scratch`."""
     folder, source = open_model(hf), SafetensorsSource(hf)
     device = resolve_device(settings.device, ranks.local_rank)
     maps = folder.spec.tensor_maps(folder.arch)
@@ -243,17 +250,16 @@ def _compare_logits(
     from megamem.models.runner import Runner
 
     rows_count, length = ids_BL.shape
-    runner = Runner(model, groups, folder.arch.attention)
+    runner = Runner(model, groups, folder.arch.sequence_attention)
     shape = runner.row_shape(length)
     rows = []
     for ids_L, packed in zip(ids_BL, pack([(0, length)] * rows_count, runner.attention, shape), strict=True):
         ids_S = torch.nn.functional.pad(ids_L, (0, packed.layout.length - length)).to(groups.device.torch)
-        position_T = torch.arange(length, device=groups.device.torch)
-        rows.append(Row(ids_S, RowParams(layout=packed.layout), position_T, LogitsHead()))
+        rows.append(Row(ids_S, RowParams(layout=packed.layout), None, LogitsHead()))  # as the model returns them
     outputs = runner.forward(rows)
     result = torch.zeros(2, dtype=torch.float64, device=groups.device.torch)
     if groups.is_last_stage:
-        ours_BLV = torch.stack(outputs).cpu()
+        ours_BLV = torch.stack(outputs)[:, :length].cpu()
         common = min(ours_BLV.size(-1), logits_BLV.size(-1))
         difference = (ours_BLV[..., :common].double() - logits_BLV[..., :common].double()).abs().max()
         result = torch.stack([difference, logits_BLV.double().abs().max()]).to(result.device)

@@ -46,7 +46,7 @@ def sample_model(
     prepared = prepare(config, ranks.world, LAYOUT_RULES, will_train=False)
     requests = _requests(prepared, texts, count)
     with make_groups(ranks, config) as groups:
-        from megamem.rollout.sampler import sample
+        from megamem.rollout.registry import sample
         from megamem.train.run import build_run
 
         run = build_run(prepared, groups, training=False)
@@ -63,7 +63,7 @@ def sample_model(
 def _requests(prepared: Prepared, texts: list[str], count: int) -> list[tuple[Request, str]]:
     config, longest = prepared.config, prepared.model.arch.max_positions - prepared.config.rollout.gen_length
     if texts:
-        prompts = [(f"prompt {i}", tuple(prepared.tokenizer.encode_prompt(t)), t) for i, t in enumerate(texts)]
+        prompts = [(f"prompt {i}", prepared.prompt_ids(t, f"--prompt {t!r}"), t) for i, t in enumerate(texts)]
     else:
         found, _ = prepared.prompts(config.eval.split, config.rollout.gen_length, config.eval.limit or 10)
         prompts = [(p.problem.key, p.ids, p.problem.prompt) for p in found]

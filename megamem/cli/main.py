@@ -137,18 +137,64 @@ def bench_stream(
 ) -> None:
     """Peak memory, seconds and gradients: plain, full recompute and streamed layers, in one process."""
     from megamem.bench import stream
-    from megamem.platform.device import resolve_device
-    from megamem.platform.groups import process_groups
 
-    if hidden % heads or hidden // heads % 2:
-        raise UserError(f"--hidden = {hidden} over --heads = {heads} must give an even head dimension")
+    _check_heads(hidden, heads)
+    if vocab % 128:  # the stock head gives the padding of the last rows a probability, ours does not
+        raise UserError(f"--vocab = {vocab} must be a multiple of 128")
     stream.relation(attention)
     sizes = stream.Sizes(tokens, layers, hidden, ffn, heads, vocab, chunk_tokens, head_tokens)
-    ranks = Ranks(0, 1, 0, None, "single process")
-    with process_groups(ranks, resolve_device("auto", 0), 1, 1) as groups:
-        told = lambda text: sys.stderr.write(f"{text}\n")  # noqa: E731
-        results = stream.bench_stream(sizes, attention, groups, repeats, told)
+    with _alone() as groups:
+        results = stream.bench_stream(sizes, attention, groups, repeats, _tell)
     print(json.dumps(stream.as_json(results, sizes, attention)) if as_json else stream.table(results))
+
+
+@bench_app.command("bgpo")
+def bench_bgpo(
+    draws: Annotated[str, typer.Option(help="numbers of Monte-Carlo draws")] = "1,4,16,64",
+    responses: Annotated[int, typer.Option(min=1, help="responses of an update")] = 2,
+    prompt: Annotated[int, typer.Option(min=1)] = 32,
+    response: Annotated[int, typer.Option(min=1)] = 32,
+    layers: Annotated[int, typer.Option(min=1)] = 2,
+    hidden: Annotated[int, typer.Option(min=1)] = 64,
+    ffn: Annotated[int, typer.Option(min=1)] = 192,
+    heads: Annotated[int, typer.Option(min=1)] = 4,
+    vocab: Annotated[int, typer.Option(min=3)] = 512,
+    repeats: Annotated[int, typer.Option(min=1, help="timed rounds; the median is told")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Peak memory and seconds of an update against the number of draws: BGPO, VRPO-OL replayed and with its graphs."""
+    from megamem.bench import bgpo
+
+    _check_heads(hidden, heads)
+    numbers = bgpo.parse_draws(draws)
+    sizes = bgpo.Sizes(responses, prompt, response, layers, hidden, ffn, heads, vocab)
+    with _alone() as groups:
+        results = bgpo.bench_bgpo(sizes, numbers, groups, repeats, _tell)
+    print(json.dumps(bgpo.as_json(results, sizes)) if as_json else bgpo.table(results))
+
+
+@app.command()
+def plan(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="of the job; also suggests a layout for them")] = None,
+    gpus_per_node: Annotated[int, typer.Option(min=1)] = 8,
+    gpu_memory: Annotated[str, typer.Option(help="of one GPU, e.g. 80GB or 79GiB")] = "80GB",
+    reserve: Annotated[str, typer.Option(help="of it for context, communication and fragmentation")] = "4GB",
+    host_memory: Annotated[str, typer.Option(help="of one node, for offloaded layer inputs")] = "1TB",
+    tokens: Annotated[int | None, typer.Option(min=1, help="of a row; default: train.row_tokens")] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="micro-batches of a step; default: pipeline stages")] = None,
+    stage: Annotated[int | None, typer.Option(help="pipeline stage; default: the one that needs most")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Memory of a training step, part by part, and the longest row that fits; needs no weights and no GPU."""
+    settings = load_config(config, overrides or ())
+    from megamem.cli.plan import plan_run
+    from megamem.plan.planner import table
+
+    told = lambda text: sys.stderr.write(f"{text}\n")  # noqa: E731
+    found = plan_run(settings, gpus, gpus_per_node, gpu_memory, host_memory, reserve, tokens, rows, stage, told)
+    print(json.dumps(found) if as_json else table(found))
 
 
 @app.command()
@@ -164,6 +210,23 @@ def _groups(ranks: Ranks, config: RunConfig):
 
     device = resolve_device(config.device, ranks.local_rank)
     return process_groups(ranks, device, config.parallel.tensor, config.parallel.pipeline, config.parallel.timeout)
+
+
+def _alone():
+    """The process groups of one process, as a context manager."""
+    from megamem.platform.device import resolve_device
+    from megamem.platform.groups import process_groups
+
+    return process_groups(Ranks(0, 1, 0, None, "single process"), resolve_device("auto", 0), 1, 1)
+
+
+def _check_heads(hidden: int, heads: int) -> None:
+    if hidden % heads or hidden // heads % 2:
+        raise UserError(f"--hidden = {hidden} over --heads = {heads} must give an even head dimension")
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
 
 
 def _console() -> Console:

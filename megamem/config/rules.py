@@ -50,6 +50,19 @@ def model_divisible(config: RunConfig, arch: Architecture, world: int) -> Iterat
 
 
 def _decoding(prefix: str, gen_length: int, block_length: int, steps: int, arch: Architecture) -> Iterator[str]:
+    if arch.attention != "causal":
+        yield from _blocks(prefix, gen_length, block_length, steps, arch.block_length)
+    if gen_length >= arch.max_positions:
+        yield (
+            f"{prefix}.gen_length = {gen_length} leaves no position for a prompt; the model has {arch.max_positions}, "
+            f"allowed: below that"
+        )
+
+
+def _blocks(prefix: str, gen_length: int, block_length: int, steps: int, fixed: int | None) -> Iterator[str]:
+    if fixed and block_length != fixed:
+        yield f"{prefix}.block_length = {block_length}: the model's blocks have {fixed} tokens; allowed: {fixed}"
+        return
     if gen_length % block_length:
         yield (
             f"{prefix}.block_length = {block_length} must divide {prefix}.gen_length = {gen_length}; "
@@ -62,11 +75,6 @@ def _decoding(prefix: str, gen_length: int, block_length: int, steps: int, arch:
             f"{prefix}.steps = {steps} must be a multiple of the {blocks} blocks (gen_length / block_length) "
             f"and at most gen_length = {gen_length}"
         )
-    if gen_length >= arch.max_positions:
-        yield (
-            f"{prefix}.gen_length = {gen_length} leaves no position for a prompt; the model has {arch.max_positions}, "
-            f"allowed: below that"
-        )
 
 
 def decoding_schedule(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
@@ -76,6 +84,8 @@ def decoding_schedule(config: RunConfig, arch: Architecture, world: int) -> Iter
         yield from _decoding(
             "eval", e.gen_length or r.gen_length, e.block_length or r.block_length, e.steps or r.steps, arch
         )
+    if arch.attention == "causal" and r.eos == "last":
+        yield "rollout.eos = last: a causal model writes in order and cannot put it off; allowed: free, forbidden"
 
 
 def prompts_divisible(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
@@ -97,13 +107,20 @@ def groups_compare(config: RunConfig, arch: Architecture, world: int) -> Iterato
 
 
 def noise_fits_objective(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
-    full, one_pass = config.noise.estimator == "full", config.objective.name == "diffu_grpo"
+    name, causal = config.objective.name, arch.attention == "causal"
+    if causal and name not in ("grpo", "sft"):
+        yield (
+            f"objective.name = {name}: a causal model hides no tokens, so there is no ELBO to estimate; "
+            "allowed: grpo, sft"
+        )
+        return
+    full, one_pass = config.noise.estimator == "full", causal or name in ("diffu_grpo", "grpo")
     if full != one_pass:
         allowed = "full" if one_pass else "iid_t, count, stratified, coupled"
-        yield (
-            f"noise.estimator = {config.noise.estimator} does not estimate what objective.name = "
-            f"{config.objective.name} needs; allowed: {allowed}"
-        )
+        whose = f"objective.name = {name}" if name != "sft" or not causal else "a causal model"
+        yield f"noise.estimator = {config.noise.estimator} does not estimate what {whose} needs; allowed: {allowed}"
+    if one_pass and name != "diffu_grpo" and config.noise.draws > 1:
+        yield f"noise.draws = {config.noise.draws}: draws of noise.estimator = full are all alike; allowed: 1"
     if config.noise.estimator == "coupled" and config.noise.draws % 2:
         yield f"noise.draws = {config.noise.draws}: coupled draws come in pairs; allowed: even numbers"
 
@@ -133,15 +150,20 @@ def optimizer_precision(config: RunConfig, arch: Architecture, world: int) -> It
 
 
 def prefix_is_exact(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
-    if not config.prefix.share:
-        return
-    if arch.attention == "full" and config.model.attention == "native":
+    if config.prefix.share and arch.attention == "full" and config.model.attention == "native":
         yield (
             "prefix.share = true: this model is fully bidirectional, so the prompt's states depend on each response "
             "and sharing them would be inexact; allowed: false (model.attention=prefix_lm is another model)"
         )
-    else:
-        yield "prefix.share = true: sharing a prompt is not built yet; allowed: false"
+
+
+def prefix_handle_streams(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    by_unit = config.pipeline.schedule == "streamed" and config.stream.window == "stage"
+    if config.prefix.form == "handle" and not by_unit:
+        yield (
+            "prefix.form = handle needs pipeline.schedule = streamed and stream.window = stage, where rows keep their "
+            "keys and values; allowed without: row"
+        )
 
 
 def one_source_of_rollouts(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
@@ -185,6 +207,7 @@ RULES: tuple[Rule, ...] = (
     learning_rate_decays_down,
     optimizer_precision,
     prefix_is_exact,
+    prefix_handle_streams,
     one_source_of_rollouts,
     streams_fit,
     streamed_schedule_streams,

@@ -47,23 +47,32 @@ class TaskConfig(Section):
 
 class PrefixConfig(Section):
     share: bool = Field(False, description="compute a prompt shared by a group once")
+    form: Literal["row", "handle"] = Field(
+        "row", description="row: prompt and draws in one row; handle: the prompt once, draws in rows that see it"
+    )
 
 
 class RolloutConfig(Section):
     prompts: PositiveInt = Field(16, description="prompts of a step, over all data-parallel ranks")
     group: PositiveInt = Field(8, description="responses per prompt")
     gen_length: PositiveInt = Field(256, description="response tokens")
-    block_length: PositiveInt = Field(32, description="tokens denoised together, blocks left to right")
+    block_length: PositiveInt = Field(
+        32, description="tokens denoised together, blocks left to right; a block-causal model's own"
+    )
     steps: PositiveInt = Field(128, description="denoising steps of a whole response")
     temperature: NonNegativeFloat = 0.6
     remasking: Literal["low_confidence", "random", "entropy", "margin"] = "low_confidence"
     eos: Literal["free", "last", "forbidden"] = Field(
         "free", description="last: EOS gets confidence 0 and is placed last; forbidden: never chosen"
     )
-    stop_at_eos: bool = Field(True, description="stop after a block that ends in EOS; the rest becomes EOS")
+    stop_at_eos: bool = Field(
+        True, description="stop after a block that ends in EOS (block-causal: has one; causal: at it); the rest is EOS"
+    )
     max_prompt: PositiveInt | None = Field(None, description="tokens; default: what the model's positions leave")
     overlong: Literal["drop", "truncate", "refuse"] = "drop"
-    row_tokens: PositiveInt = Field(8192, description="packed tokens of one forward")
+    row_tokens: PositiveInt = Field(
+        8192, description="packed tokens of one forward; causal, block-causal: of a key/value cache"
+    )
     record: str | None = Field(None, description="folder to write every step's rollouts to")
     replay: str | None = Field(None, description="folder of recorded rollouts to train on instead of sampling")
 
@@ -74,14 +83,18 @@ class NoiseConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    name: Literal["sft", "bgpo", "vrpo_ol", "diffu_grpo"] = "bgpo"
+    name: Literal["sft", "bgpo", "vrpo_ol", "diffu_grpo", "grpo"] = "bgpo"
     advantage: Literal["mean_std", "mean", "loo"] = "mean_std"
-    reduction: Literal["sequence", "token", "group"] = "sequence"
+    reduction: Literal["sequence", "token", "group", "constant"] = Field(
+        "sequence",
+        description="the loss is the mean over these; constant: as sequence, divided by gen_length (Dr. GRPO)",
+    )
     length_norm: bool = Field(False, description="divide the log-ratio by the number of scored tokens")
     score_eos: Literal["all", "first"] = Field("all", description="first: the response ends with its first EOS")
     clip_low: PositiveFloat | None = Field(None, description="PPO clip; the paper's BGPO has none, d1 uses 0.5")
     clip_high: PositiveFloat | None = None
     dual_clip: PositiveFloat | None = None
+    kl: NonNegativeFloat = Field(0.0, description="token-level: weight of the KL term to the initial weights")
     exponent_limit: PositiveFloat = Field(20.0, description="largest exponent taken of a log-ratio")
     prompt_mask: Fraction = Field(0.15, description="diffu_grpo: probability of masking a prompt token")
 

@@ -13,30 +13,35 @@ class ChunkGrid:
     """A row of `length` tokens in chunks of `chunk` (the last may be shorter), shared by `parts` ranks.
 
     Attributes:
-        length: tokens of the row, a multiple of `parts`.
+        length: tokens of the row.
         chunk: tokens of a chunk, a multiple of `parts`.
         parts: ranks that split the tokens; 1 without sequence parallelism.
+        start: tokens before this one have run already (a prefix, `models/stage.py`): only their keys and values are
+            there, and ranks own no part of them. The tokens from here on are a multiple of `parts`.
     """
 
     length: int
     chunk: int
     parts: int = 1
+    start: int = 0
 
     def __post_init__(self) -> None:
-        assert self.length % self.parts == 0 and self.chunk % self.parts == 0 and self.chunk > 0, self
+        tokens = self.length - self.start
+        assert tokens % self.parts == 0 and self.chunk % self.parts == 0 and self.chunk > 0, self
 
     def spans(self) -> list[tuple[int, int]]:
         """Row ranges `[start, stop)` of the chunks."""
-        return [(start, min(start + self.chunk, self.length)) for start in range(0, self.length, self.chunk)]
+        return [(start, min(start + self.chunk, self.length)) for start in range(self.start, self.length, self.chunk)]
 
     def local(self, span: tuple[int, int]) -> slice:
         """Where a chunk lies in a rank's own tokens."""
-        return slice(span[0] // self.parts, span[1] // self.parts)
+        return slice((span[0] - self.start) // self.parts, (span[1] - self.start) // self.parts)
 
     def order(self) -> list[int]:
-        """Row index of every token in the order in which ranks own them (rank by rank, chunk by chunk)."""
+        """Place among the tokens that run of every token in the order in which ranks own them (rank by rank, chunk by
+        chunk)."""
         return [
-            start + rank * width + i
+            start - self.start + rank * width + i
             for rank in range(self.parts)
             for start, stop in self.spans()
             for width in [(stop - start) // self.parts]

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from megamem.layout.layout import CAUSAL, FULL, Layout, block, prefix_lm, rows
 from megamem.layout.trees import Branch, Sight, Tree, shareable, tree_layout
 
 Pair = tuple[int, int]  # prompt tokens, response tokens
+Share = Literal["none", "row", "handle"]
 
 # How a sequence of prompt and response attends, by name. The name of a block-causal one carries its length: "block:4".
 # Its blocks are counted from the sequence's start, as SDAR does: the prompt's last one may end in the response.
@@ -99,29 +101,29 @@ class Draws:
         sight: who sees whom.
         prefix: prompt length -> tokens of it that a tree's branches share; the rest belongs to each branch.
         copies: a draw is a noisy copy beside the clean response (block-causal); else it is a branch itself.
-        share: draws of one group may be in one tree.
+        share: whether draws of one group have their prompt in common: in one tree per row; or, as a handle, in a row of
+            its own that all rows of the group see.
     """
 
     sight: Sight
     prefix: Callable[[int], int]
     copies: bool
-    share: bool
+    share: Share
 
 
-def draws(attention: str, shifted: bool, share: bool) -> Draws:
+def draws(attention: str, shifted: bool, share: Share) -> Draws:
     """How draws of a model become rows.
 
     Args:
         attention: a name of `SEQUENCE_LAYOUTS`, with its length after a colon where it has one.
         shifted: a token is predicted at the row before it.
-        share: compute a prompt that several draws have in common once. A fully bidirectional prompt depends on its
-            response: there is nothing to share.
+        share: see `Draws`. A fully bidirectional prompt depends on its response: there is nothing to share.
     """
     name, _, length = attention.partition(":")
     relation = {"full": FULL, "prefix_lm": FULL, "causal": CAUSAL}.get(name) or block(int(length))
     if name == "full":
-        assert not share, "refused by config/rules.py"
-        return Draws(Sight(FULL, FULL), lambda prompt: 0, copies=False, share=False)
+        assert share == "none", "refused by config/rules.py"
+        return Draws(Sight(FULL, FULL), lambda prompt: 0, copies=False, share="none")
     return Draws(Sight(relation, relation), lambda prompt: shareable(prompt, relation, shifted), name == "block", share)
 
 
@@ -133,12 +135,16 @@ class PackedDraws:
         trees: of the row; those of `members` in order.
         members: of every tree, of every branch, the draws (indices of units) it stands for: its noisy copies, or the
             one it is.
+        prompts: of every tree, a unit that has its prompt.
         layout: of the row, filled to the length it must have.
+        prefix: index of the row that has computed the tree's prefix; the row then runs the tokens behind it only.
     """
 
     trees: tuple[Tree, ...]
     members: tuple[tuple[tuple[int, ...], ...], ...]
+    prompts: tuple[int, ...]
     layout: Layout
+    prefix: int | None = None
 
 
 def pack_draws(units: Sequence[Unit], how: Draws, shape: RowShape) -> list[PackedDraws]:
@@ -149,11 +155,11 @@ def pack_draws(units: Sequence[Unit], how: Draws, shape: RowShape) -> list[Packe
         prefix = how.prefix(unit.prompt)
         copy = unit.prompt - prefix + unit.response
         last = units[packed[-1][-1][-1][-1]] if packed else None
-        same_tree = how.share and last is not None and last.group == unit.group
+        same_tree = how.share != "none" and last is not None and last.group == unit.group
         same_branch = same_tree and how.copies and last.sample == unit.sample
-        whole = prefix + copy * (1 + how.copies)
+        whole = copy * (1 + how.copies) + (0 if how.share == "handle" else prefix)
         grows = copy if same_branch else copy * (1 + how.copies) if same_tree else whole
-        if not packed or length + grows > shape.tokens:
+        if not packed or length + grows > shape.tokens or (how.share == "handle" and not same_tree):
             packed.append([[[i]]])
             length = whole
             continue
@@ -164,28 +170,58 @@ def pack_draws(units: Sequence[Unit], how: Draws, shape: RowShape) -> list[Packe
             packed[-1][-1].append([i])
         else:
             packed[-1].append([[i]])
-    return _finished(packed, units, how, shape)
-
-
-def _finished(
-    packed: Sequence[Sequence[Sequence[Sequence[int]]]], units: Sequence[Unit], how: Draws, shape: RowShape
-) -> list[PackedDraws]:
-    def tree(branches: Sequence[Sequence[int]]) -> Tree:
-        prefix = how.prefix(units[branches[0][0]].prompt)
-        lengths = [units[branch[0]].prompt - prefix + units[branch[0]].response for branch in branches]
-        copies = [len(branch) * how.copies for branch in branches]
-        return Tree(prefix, tuple(Branch(n, c) for n, c in zip(lengths, copies, strict=True)))
-
-    rows_of_trees = [tuple(tree(branches) for branches in row) for row in packed]
+    rows_of_trees = [tuple(_tree(branches, units, how) for branches in row) for row in packed]
+    if how.share == "handle":
+        return _with_prefix_rows(rows_of_trees, packed, units, how, shape)
     lengths = _row_lengths([sum(tree.length for tree in trees) for trees in rows_of_trees], shape)
     return [
-        PackedDraws(
-            trees,
-            tuple(tuple(tuple(branch) for branch in branches) for branches in row),
-            tree_layout(trees, how.sight).filled(length),
-        )
+        PackedDraws(trees, _frozen(row), _first(row), tree_layout(trees, how.sight).filled(length))
         for trees, row, length in zip(rows_of_trees, packed, lengths, strict=True)
     ]
+
+
+Branches = Sequence[Sequence[int]]
+
+
+def _tree(branches: Branches, units: Sequence[Unit], how: Draws) -> Tree:
+    prefix = how.prefix(units[branches[0][0]].prompt)
+    lengths = [units[branch[0]].prompt - prefix + units[branch[0]].response for branch in branches]
+    copies = [len(branch) * how.copies for branch in branches]
+    return Tree(prefix, tuple(Branch(n, c) for n, c in zip(lengths, copies, strict=True)))
+
+
+def _frozen(row: Sequence[Branches]) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    return tuple(tuple(tuple(branch) for branch in branches) for branches in row)
+
+
+def _first(row: Sequence[Branches]) -> tuple[int, ...]:
+    return tuple(branches[0][0] for branches in row)
+
+
+def _with_prefix_rows(
+    rows_of_trees: Sequence[tuple[Tree, ...]],
+    packed: Sequence[Sequence[Branches]],
+    units: Sequence[Unit],
+    how: Draws,
+    shape: RowShape,
+) -> list[PackedDraws]:
+    """Rows of one tree each, every group's behind a row of its prefix."""
+    found: list[PackedDraws] = []
+    group = handle = None
+    for (tree,), row in zip(rows_of_trees, packed, strict=True):
+        first = row[0][0][0]
+        if group != units[first].group:
+            group, handle = units[first].group, None
+            if tree.prefix:
+                alone = (Tree(tree.prefix, ()),)
+                (length,) = _row_lengths([tree.prefix], shape)
+                layout = tree_layout(alone, how.sight).filled(length)
+                handle = len(found)
+                found.append(PackedDraws(alone, ((),), (first,), layout))
+        (length,) = _row_lengths([tree.length - tree.prefix], shape)
+        layout = tree_layout((tree,), how.sight).filled(tree.prefix + length)
+        found.append(PackedDraws((tree,), _frozen(row), (first,), layout, handle))
+    return found
 
 
 def _row_lengths(lengths: Sequence[int], shape: RowShape) -> list[int]:

@@ -22,7 +22,7 @@ from megamem.layout.grid import ChunkGrid
 from megamem.layout.shift import segment_predecessors
 from megamem.models.row import Head, RowParams
 from megamem.ops.vocab import Samples, VocabShard, sample_tokens, selected_logprob
-from megamem.stream.gradients import expect_plain_gradients
+from megamem.stream.gradients import GradientSums, expect_plain_gradients
 from megamem.stream.head import HeadSteps, streamed_logprob
 from megamem.stream.layer import StreamOptions
 
@@ -95,28 +95,51 @@ class DiffusionGPT(GPTModel):
             Hidden states `[S or S/tp, 1, H]` for the next stage, or what the head returns.
         """
         row.grid = self.chunk_grid(row)
+        if self.post_process and row.grid is not None and isinstance(head, LogProbHead):
+            row.idle = self.head_steps(row, position_T, head).idle()
         hidden_SBH = self.embed(ids_BS, row) if self.pre_process else None
         hidden_SBH = self.decoder(hidden_states=hidden_SBH, attention_mask=None, packed_seq_params=row)
         return self.predict(hidden_SBH, row, position_T, head) if self.post_process else hidden_SBH
 
-    def chunk_grid(self, row: RowParams, short_rows: bool = False) -> ChunkGrid | None:
-        """None for a model that does not stream, and for rows so short that all layers' activations of the row take no
-        more than one layer's of a chunk (unless short rows must stream, too)."""
-        if self.stream is None:
+    def chunk_grid(self, row: RowParams, short_rows: bool = False, start: int = 0) -> ChunkGrid | None:
+        """None for a model that does not stream, for new tokens of a cache, and for rows so short that all layers'
+        activations of the row take no more than one layer's of a chunk (unless short rows must stream, too)."""
+        if self.stream is None or row.cache is not None:
             return None
         short = row.layout.length * len(self.decoder.layers) <= self.stream.chunk_tokens
         if short and not (short_rows or self.stream_short_rows):
             return None
         parts = self.vocab.axis.size if self.config.sequence_parallel else 1
-        return ChunkGrid(row.layout.length, self.stream.chunk_tokens, parts)
+        return ChunkGrid(row.layout.length, self.stream.chunk_tokens, parts, start)
 
     def embed(self, ids_BS: Tensor, row: RowParams) -> Tensor:
         """Embeddings `[S or S/tp, 1, H]` in the order of the row's grid; first stage only."""
-        positions_BS = torch.tensor([row.layout.positions()], device=ids_BS.device)
+        positions_BS = torch.tensor([row.layout.positions()[-ids_BS.size(1) :]], device=ids_BS.device)
         if row.grid is not None and row.grid.parts > 1:
             order_S = torch.tensor(row.grid.order(), device=ids_BS.device)
             ids_BS, positions_BS = ids_BS[:, order_S], positions_BS[:, order_S]
         return self.embedding(input_ids=ids_BS, position_ids=positions_BS)
+
+    def embedding_gradient(
+        self, ids_C: Tensor, position_C: Tensor, dx_CBH: Tensor, gathered: bool, gradients: GradientSums
+    ) -> None:
+        """Add the embeddings' gradient of some tokens, row by row (autograd's would be as large as the vocabulary).
+
+        Args:
+            ids_C, position_C: of the tokens.
+            dx_CBH: gradient of their embeddings, or of this rank's part of them if `gathered`.
+            gathered: ranks of the tensor-parallel group hold parts in order.
+        """
+        dx_CH = dx_CBH[:, 0]
+        if gathered:
+            whole_CH = dx_CH.new_empty(len(ids_C), dx_CH.size(1))
+            dist.all_gather_into_tensor(whole_CH, dx_CH.contiguous(), group=self.vocab.axis.group)
+            dx_CH = whole_CH
+        row_C = ids_C - self.vocab.start
+        mine_C = ((row_C >= 0) & (row_C < self.vocab.rows)).nonzero()[:, 0]
+        gradients.add_rows(self.embedding.word_embeddings.weight, row_C[mine_C], dx_CH[mine_C])
+        if self.embedding.add_position_embedding:
+            gradients.add_rows(self.embedding.position_embeddings.weight, position_C, dx_CH)
 
     def predict(self, hidden_SBH: Tensor, row: RowParams, position_T: Tensor | None, head: Head) -> Tensor | Samples:
         """What the head makes of the final hidden states (after the last norm); last stage only."""
@@ -136,9 +159,10 @@ class DiffusionGPT(GPTModel):
     def hidden_rows(self, row: RowParams, position_T: Tensor | None) -> Tensor | None:
         """Row indices of the hidden states that predict the tokens at row indices `position_T`.
 
-        The one place that knows of shifted logits: everyone else names the tokens to predict.
+        The one place that knows of shifted logits: everyone else names the tokens to predict (rows over a cache do not,
+        see `RowParams`).
         """
-        if position_T is None or not self.shifted_logits:
+        if position_T is None or not self.shifted_logits or row.cache is not None:
             return position_T
         before_S = torch.arange(-1, row.layout.length - 1, device=position_T.device)
         for start, before in segment_predecessors(row.layout):

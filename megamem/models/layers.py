@@ -44,9 +44,10 @@ class LayoutAttention(MegatronModule):
     megatron-core's `position_ids` never reach RoPE, so RoPE lives here, where the layout is.
     """
 
-    def __init__(self, config: TransformerConfig, rope_theta: float | None, **_):
+    def __init__(self, config: TransformerConfig, rope_theta: float | None, layer_number: int, **_):
         super().__init__(config)
         self.rope_theta = rope_theta
+        self.layer_number = layer_number
 
     def forward(
         self,
@@ -59,8 +60,13 @@ class LayoutAttention(MegatronModule):
         **_,
     ) -> Tensor:
         """Context `[S, 1, N * D]` of one packed row."""
+        row = packed_seq_params
         q, k, v = (x.squeeze(1) for x in (q_SBND, k_SBGD, v_SBGD))
-        out_SND = attend(*self.rotate(q, k, packed_seq_params), v, packed_seq_params.layout)
+        q, k = self.rotate(q, k, row)
+        if row.cache is None:
+            out_SND = attend(q, k, v, row.layout)
+        else:
+            out_SND = row.cache.attend(self.layer_number, q, k, v)
         return out_SND.flatten(1).unsqueeze(1)
 
     def rotate(self, q_CND: Tensor, k_CGD: Tensor, row: RowParams, span: slice = slice(None)) -> tuple[Tensor, Tensor]:

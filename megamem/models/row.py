@@ -1,6 +1,7 @@
 """A packed row, and what of it travels through megatron-core to every attention module.
 
-Shapes: S packed tokens, T positions the head needs, D head dim, H hidden, V vocabulary rows of this shard.
+Shapes: S packed tokens, T positions the head needs, N query heads and G key/value heads of this tensor-parallel rank,
+D head dim, H hidden, V vocabulary rows of this shard.
 """
 
 from collections.abc import Callable
@@ -12,11 +13,51 @@ from torch import Tensor
 
 from megamem.layout.grid import ChunkGrid
 from megamem.layout.layout import Layout
+from megamem.ops.attention import attention_forward
+from megamem.ops.attention_plan import Plan
 from megamem.ops.vocab import Samples, VocabShard
 
 # What a head gets: hidden states `[T, H]` of the selected positions, this rank's output rows `[V, H]`, and where those
 # rows lie.
 Head = Callable[[Tensor, Tensor, VocabShard], Tensor | Samples]
+
+
+class KeyValueStore:
+    """Keys (after RoPE) and values of tokens that went forward, of every layer of this stage, in numbered slots.
+
+    A layer's buffers `[slots, G, D]` are made when it first writes, in its dtype and on its device.
+    """
+
+    def __init__(self, slots: int):
+        self.slots = slots
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def write(self, layer: int, k_SGD: Tensor, v_SGD: Tensor, slot_S: Tensor) -> tuple[Tensor, Tensor]:
+        """Put keys and values into slots; the layer's buffers."""
+        if layer not in self._layers:
+            self._layers[layer] = tuple(x.new_empty(self.slots, *x.shape[1:]) for x in (k_SGD, v_SGD))
+        for buffer, x in zip(self._layers[layer], (k_SGD, v_SGD), strict=True):
+            buffer[slot_S] = x
+        return self._layers[layer]
+
+
+@dataclass(frozen=True, eq=False)
+class CacheAccess:
+    """What the new tokens of a row do with a store; forward only.
+
+    Attributes:
+        store: this stage's.
+        slot_S: int64, where the new tokens' keys and values go.
+        plan: attention of the new tokens over the store's slots, once theirs are written.
+    """
+
+    store: KeyValueStore
+    slot_S: Tensor
+    plan: Plan
+
+    def attend(self, layer: int, q_SND: Tensor, k_SGD: Tensor, v_SGD: Tensor) -> Tensor:
+        """`[S, N, D]`."""
+        return attention_forward(q_SND, *self.store.write(layer, k_SGD, v_SGD, self.slot_S), self.plan)[0]
 
 
 @dataclass
@@ -28,11 +69,18 @@ class RowParams(PackedSeqParams):
     Attributes:
         layout: who sees whom.
         grid: how the row is cut into chunks; None: the row is not streamed.
+        idle: chunks whose final hidden states nobody needs (the last stage knows): of the last layer they need only
+            keys and values.
+        cache: the row holds the new tokens of sequences whose earlier ones are stored here; `layout` says their
+            positions only. Such a row is not streamed, and its `position_T` name hidden states: the token that one
+            predicts may not be there yet.
     """
 
     qkv_format: str = "sbhd"
     layout: Layout | None = None
     grid: ChunkGrid | None = None
+    idle: frozenset[int] = frozenset()
+    cache: CacheAccess | None = None
     _rope: dict = field(default_factory=dict, repr=False)
 
     def rope_tables(self, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,13 +100,22 @@ class RowParams(PackedSeqParams):
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One micro-batch: int64 `ids_S`, its layout, and a head that predicts the tokens at row indices `position_T` (if
-    None, it gets every hidden state)."""
+    """One micro-batch.
+
+    Attributes:
+        ids_S: int64 token ids.
+        params: its layout.
+        position_T: row indices of the tokens that the head predicts; if None, it gets every hidden state.
+        head: what the last stage computes.
+        prefix: the micro-batch of the same pass whose keys and values this one sees, or None (`models/stage.py`). The
+            layout then begins with that prefix, and `ids_S` are the tokens behind it.
+    """
 
     ids_S: Tensor
     params: RowParams
     position_T: Tensor | None
     head: Head
+    prefix: int | None = field(default=None, kw_only=True)
 
 
 def apply_rope(x_SND: Tensor, cos_S1D: Tensor, sin_S1D: Tensor) -> Tensor:

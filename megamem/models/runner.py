@@ -72,8 +72,11 @@ class Runner:
 
     @torch.no_grad()
     def forward(self, rows: Sequence[Row]) -> list[Tensor | Samples]:
-        """What the head returns for every row, on the last stage; an empty list elsewhere."""
-        if self.pipeline is not None:
+        """What the head returns for every row, on the last stage; an empty list elsewhere.
+
+        A row over a cache goes alone, and under megatron-core's schedule.
+        """
+        if self.pipeline is not None and rows[0].params.cache is None:
             return self._run_streamed(rows, lambda row, output: output, training=False)
         return self._run_megatron(rows, lambda row, output: output, training=False)
 
@@ -130,9 +133,10 @@ class Runner:
         units = [len(cut.units) for cut in cuts]
         costs = [cost.forward for cut in cuts for cost in unit_costs(model, cut)]
         slack = pipeline.slack or choose_slack(units, costs)
-        check_deadlock(units, pp.size, slack)
+        prefixes = [cut.prefix for cut in cuts]
+        check_deadlock(units, pp.size, slack, prefixes=prefixes)
         stage = StagePass(self.model, rows, cuts, evaluate, training, linear)
-        program = stage_order(units, pp.rank, pp.size, slack, forward_only=not training)
+        program = stage_order(units, pp.rank, pp.size, slack, not training, prefixes)
         device = self.groups.device.torch
         events = run_stage(program, stage, pipeline.links, slack, model.config.params_dtype, device)
         if training and pipeline.record is not None:

@@ -7,6 +7,7 @@ layer inputs only. No autograd graph lives across ops, but the embedding's.
 Shapes: S row tokens, U tokens of a unit, C of a chunk (all this rank's), T scored tokens, H hidden.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -32,11 +33,12 @@ Loss = Callable[[Any, Tensor], tuple[Tensor, Any]]
 
 @dataclass(frozen=True)
 class Cut:
-    """How a row crosses the pipeline: its layout, its chunks, and which of them cross together."""
+    """How a row crosses the pipeline: its layout, its chunks, which of them cross together, and its prefix (`Row`)."""
 
     layout: Layout
     grid: ChunkGrid
     units: tuple[range, ...]
+    prefix: int | None = None
 
     def tokens(self, unit: int) -> slice:
         """Where a unit lies in a rank's own tokens."""
@@ -46,9 +48,12 @@ class Cut:
 
 def cut_row(model: DiffusionGPT, row: Row, window: Window) -> Cut:
     """Window `layer` runs a row layer by layer: one unit."""
-    grid = model.chunk_grid(row.params, short_rows=True)
+    start = row.params.layout.length - len(row.ids_S)
+    assert window == "stage" or not start, "a prefix is shared where rows keep their keys and values"
+    grid = model.chunk_grid(row.params, short_rows=True, start=start)
     units = row_units(row.params.layout, grid)
-    return Cut(row.params.layout, grid, (range(len(grid.spans())),) if window == "layer" else units)
+    whole = (range(len(grid.spans())),)
+    return Cut(row.params.layout, grid, whole if window == "layer" else units, row.prefix)
 
 
 def unit_costs(model: DiffusionGPT, cut: Cut) -> list[UnitCost]:
@@ -67,9 +72,10 @@ class _OpenMicrobatch:
     row: Row
     cut: Cut
     layers: list[tuple[LayerSteps, OpenRow]]
+    prefix: "_OpenMicrobatch | None" = None
+    by_layer: bool = False  # layer after layer, keeping no keys and values
     gradients: GradientSums = field(default_factory=GradientSums)
-    embedded_SBH: Tensor | None = None  # first stage: the layers' input, with its graph
-    dembedded_SBH: Tensor | None = None
+    embedded_SBH: Tensor | None = None  # first stage: the layers' input, until all units have taken theirs
     hidden_U: dict[int, Tensor] = field(default_factory=dict)  # last stage: units before the last norm
     head: HeadSteps | None = None
     scored: list[slice] | None = None
@@ -106,6 +112,9 @@ class StagePass:
         self._rows, self._cuts, self._evaluate = rows, cuts, evaluate
         self._training, self._linear = training, linear
         self._open: dict[int, _OpenMicrobatch] = {}
+        # Rows that others see must stay until their last reader is done.
+        self._readers = Counter(cut.prefix for cut in cuts if cut.prefix is not None)
+        self._finished = 0
 
     def shape(self, microbatch: int, unit: int) -> tuple[int, int, int]:
         part = self._cuts[microbatch].tokens(unit)
@@ -119,13 +128,15 @@ class StagePass:
             self._open[microbatch] = self._begin(microbatch)
         state = self._open[microbatch]
         if self._model.pre_process:
-            x = state.embedded_SBH.detach()[state.cut.tokens(unit)]
+            x = state.embedded_SBH[state.cut.tokens(unit)]
         for steps, opened in state.layers:
-            x = self._forward_layer(steps, opened, unit, x, len(state.cut.units) == 1)
+            x = self._forward_layer(steps, opened, unit, x, state.by_layer)
         last_unit = unit == len(state.cut.units) - 1
+        if last_unit:
+            state.embedded_SBH = None
         if not self._model.post_process:
             if last_unit and not self._training:
-                del self._open[microbatch]
+                self._close(microbatch)
             return x
         state.hidden_U[unit] = x
         if self._training and not self._linear:
@@ -136,16 +147,35 @@ class StagePass:
             row = state.row
             output = self._model.predict(self._norm(hidden_SBH), row.params, row.position_T, row.head)
             self.results.append(self._evaluate(row, output))
-            del self._open[microbatch]
+            self._close(microbatch)
         return None
+
+    def _close(self, microbatch: int) -> None:
+        """Forget a row, or what others no longer see of it."""
+        prefix = self._open[microbatch].cut.prefix
+        if not self._readers[microbatch]:
+            del self._open[microbatch]
+        if prefix is not None:
+            self._readers[prefix] -= 1
+            if not self._training and not self._readers[prefix]:
+                del self._open[prefix]
 
     def _begin(self, microbatch: int) -> _OpenMicrobatch:
         row, cut, model = self._rows[microbatch], self._cuts[microbatch], self._model
         row.params.grid = cut.grid
-        state = _OpenMicrobatch(row, cut, [(LayerSteps(x, row.params), OpenRow()) for x in model.decoder.layers])
+        if model.post_process and isinstance(row.head, LogProbHead):
+            row.params.idle = model.head_steps(row.params, row.position_T, row.head).idle()
+        steps = [LayerSteps(layer, row.params) for layer in model.decoder.layers]
+        prefix = None if row.prefix is None else self._open[row.prefix]
+        alone = prefix is None and not self._readers[microbatch]
+        if prefix is None:
+            layers = [(step, OpenRow()) for step in steps]
+        else:
+            behind = [opened.behind(cut.grid.start, cut.grid.length) for _, opened in prefix.layers]
+            layers = list(zip(steps, behind, strict=True))
+        state = _OpenMicrobatch(row, cut, layers, prefix, by_layer=alone and len(cut.units) == 1)
         if model.pre_process:
-            with torch.set_grad_enabled(self._training):
-                state.embedded_SBH = model.embed(row.ids_S[None], row.params)
+            state.embedded_SBH = model.embed(row.ids_S[None], row.params)
         if model.post_process and self._training:
             assert isinstance(row.head, LogProbHead), row.head
             state.head = model.head_steps(row.params, row.position_T, row.head)
@@ -172,24 +202,29 @@ class StagePass:
         state, model = self._open[microbatch], self._model
         if model.post_process:
             dy = self._backward_head(state, unit)
-        for steps, opened in reversed(state.layers):
+        for depth, (steps, opened) in reversed(list(enumerate(state.layers))):
             x = steps.layer.fetch(opened.inputs.pop(unit), dy.device)
-            if len(state.cut.units) == 1:
+            if state.by_layer:
                 dy = steps.backward(x, dy, opened.attended, state.gradients, dy)
             else:
                 steps.backward_unit(opened, unit, x, dy, state.gradients, dy)
             if unit == 0:
+                if state.prefix is not None:
+                    state.prefix.layers[depth][1].absorb(opened, state.cut.grid.start)
                 opened.close()
         if model.pre_process:
-            if len(state.cut.units) == 1:
-                state.dembedded_SBH = dy
-            elif state.dembedded_SBH is None:
-                state.dembedded_SBH = torch.empty_like(state.embedded_SBH)
-            if state.dembedded_SBH is not dy:
-                state.dembedded_SBH[state.cut.tokens(unit)] = dy
+            self._backward_embedding(state, unit, dy)
         if unit == 0:
             self._finish(microbatch)
         return None if model.pre_process else dy
+
+    def _backward_embedding(self, state: _OpenMicrobatch, unit: int, dx_UBH: Tensor) -> None:
+        grid, ids_S = state.cut.grid, state.row.ids_S
+        positions_S = torch.tensor(state.cut.layout.positions(), device=ids_S.device)
+        for i, dx_CBH in self._chunks(state, unit, dx_UBH):
+            first, last = grid.spans()[i]
+            ids_C = ids_S[first - grid.start : last - grid.start]
+            self._model.embedding_gradient(ids_C, positions_S[first:last], dx_CBH, grid.parts > 1, state.gradients)
 
     def _backward_head(self, state: _OpenMicrobatch, unit: int) -> Tensor:
         """The gradient of a unit's hidden states before the last norm."""
@@ -221,18 +256,19 @@ class StagePass:
 
     def _finish(self, microbatch: int) -> None:
         """Hand out every parameter's gradient, all at once, so that each hook fires once."""
-        state, model = self._open.pop(microbatch), self._model
-        streamed = [p for layer in model.decoder.layers for p in layer.parameters()]
+        state, model = self._open[microbatch], self._model
+        self._readers.pop(microbatch, None)  # its readers are all done
+        self._close(microbatch)
+        parameters = [p for layer in model.decoder.layers for p in layer.parameters()]
         if model.post_process:
-            streamed += [*model.decoder.final_layernorm.parameters(), model.output_weight()]
-        streamed = [p for p in streamed if p.requires_grad]
-        roots, grads = [state.gradients.as_root(streamed, streamed[0].device)], [None]
-        if model.pre_process:
-            roots.append(state.embedded_SBH)
-            grads.append(state.dembedded_SBH)
-        last = microbatch == len(self._rows) - 1
+            parameters += [*model.decoder.final_layernorm.parameters(), model.output_weight()]
+        if model.pre_process:  # a tied matrix has both parts of its gradient in one sum
+            parameters += [p for p in model.embedding.parameters() if all(p is not q for q in parameters)]
+        parameters = [p for p in parameters if p.requires_grad]
+        self._finished += 1
+        last = self._finished == len(self._rows)
         with nullcontext() if last or self._ddp is None else self._ddp.no_sync():
-            torch.autograd.backward(roots, grads)
+            state.gradients.as_root(parameters, parameters[0].device).backward()
 
     # Helpers.
 

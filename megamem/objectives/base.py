@@ -1,9 +1,10 @@
 """Objectives as coefficients (DESIGN section 4).
 
 An objective is a small scalar function `J(d, advantage)` of log ratios `d = (logp_new - logp_old) * scale`, to be
-maximised. The model never sees it: it sees `loss = sum stopgrad(c) * logp_new` with `c = -dJ/dlogp_new`, whose
-gradient is exactly that of `-J`. So one backward path serves every objective, and an objective that is a sum over units
-lets each unit be a micro-batch of its own, in memory that does not grow with their number (BGPO Algorithm 1).
+maximised; it may also charge for `logp_new - logp_ref`, the drift from a reference policy. The model never sees it: it
+sees `loss = sum stopgrad(c) * logp_new` with `c = -dJ/dlogp_new`, whose gradient is exactly that of `-J`. So one
+backward path serves every objective, and an objective that is a sum over units lets each unit be a micro-batch of its
+own, in memory that does not grow with their number (BGPO Algorithm 1).
 
 J holds no 1/n of any kind (draws, tokens, samples, ranks): `reduction.py` alone divides.
 
@@ -35,12 +36,27 @@ class Objective:
                       takes one no-grad pass for the log-probs, then replays the draws with the coefficients.
         surrogate: J of every unit, elementwise in units, differentiable in d, finite for every finite d.
         uses_old: False if J is linear in d (SFT), so that coefficients depend on no log-probs: pass zeros for the old.
+        penalty: of the drift `[T]` from a reference policy, `[T]`, subtracted from the surrogate (level "token" only).
+            With it a coefficient depends on the new log-prob even on-policy. None: there is no reference.
     """
 
     name: str
     level: Level
     surrogate: Callable[[Tensor, Tensor], Tensor]
     uses_old: bool = True
+    penalty: Callable[[Tensor], Tensor] | None = None
+
+    def value(self, d: Tensor, adv: Tensor, drift: Tensor | None = None) -> Tensor:
+        """J of every unit.
+
+        Args:
+            d, adv: as for `surrogate`.
+            drift: new minus reference log-probs, where there is a penalty.
+        """
+        if self.penalty is None:
+            return self.surrogate(d, adv)
+        assert drift is not None, f"{self.name} has a penalty and needs the reference policy's log-probs"
+        return self.surrogate(d, adv) - self.penalty(drift)
 
 
 @dataclass(frozen=True)
@@ -76,7 +92,14 @@ class RatioLimits:
         return not (self.clip_low is self.clip_high is self.dual_clip is None)
 
 
-def coefficients(objective: Objective, new: Tensor, old: Tensor, adv: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+def coefficients(
+    objective: Objective,
+    new: Tensor,
+    old: Tensor,
+    adv: Tensor,
+    scale: Tensor | float = 1.0,
+    ref: Tensor | None = None,
+) -> Tensor:
     """`c = -dJ/dnew` with J summed over units; constants of the graph, to be used as `sum c * logp_new`.
 
     Args:
@@ -86,6 +109,7 @@ def coefficients(objective: Objective, new: Tensor, old: Tensor, adv: Tensor, sc
             since the rollout) `old = new` is exact and the old-policy pass can be skipped.
         adv: advantage of every unit (`[T]`, `[U]`), or of every sample (`[B]`).
         scale: factor on the log ratio, a number or broadcastable to `new`: 1 (the papers), or 1/length.
+        ref: log-probs under the reference policy, the shape of `new`; read where the objective has a penalty.
 
     Returns:
         float64, the shape of `new`. It carries `scale`, and 1/D for a coupled objective (the mean inside J).
@@ -93,7 +117,8 @@ def coefficients(objective: Objective, new: Tensor, old: Tensor, adv: Tensor, sc
     assert new.shape == old.shape, (new.shape, old.shape)
     with torch.enable_grad():  # the caller usually runs under no_grad
         leaf = new.detach().double().requires_grad_()
-        value = objective.surrogate((leaf - old.detach().double()) * scale, adv.detach().double())
+        drift = None if ref is None else leaf - ref.detach().double()
+        value = objective.value((leaf - old.detach().double()) * scale, adv.detach().double(), drift)
         assert value.shape == adv.shape, (value.shape, adv.shape)
         (slope,) = torch.autograd.grad(value.sum(), leaf)
     return -slope
@@ -105,6 +130,14 @@ def bounded_exp(x: Tensor, limit: float) -> Tensor:
     (A plain clamp would stop pushing exactly the units that are furthest off.)
     """
     return torch.exp(x.clamp(max=limit)) * (1.0 + torch.relu(x - limit))
+
+
+def k3(drift: Tensor, limit: float) -> Tensor:
+    """`e^-x - 1 + x` of the drift x = new - ref: at least 0, and its mean under the new policy is KL(new || ref).
+
+    Schulman's third estimator (http://joschu.net/blog/kl-approx.html), the KL term of GRPO (arXiv 2402.03300 eq. 4).
+    """
+    return bounded_exp(-drift, limit) - 1.0 + drift
 
 
 def clipped(ratio: Tensor, adv: Tensor, limits: RatioLimits) -> Tensor:

@@ -27,8 +27,8 @@ from megamem.rollout.rollout import Request, Rollout
 
 @dataclass(frozen=True)
 class Decoding:
-    """How to decode. Fields are those of `config.schema.RolloutConfig`, the model's `eos_id` and `mask_id`, and the key
-    (seed, step) of the sampling noise."""
+    """How to decode. Fields are those of `config.schema.RolloutConfig`, the model's `eos_id` and `mask_id` (None for a
+    causal model), and the key (seed, step) of the sampling noise."""
 
     gen_length: int
     block_length: int
@@ -39,13 +39,18 @@ class Decoding:
     stop_at_eos: bool
     row_tokens: int
     eos_id: int
-    mask_id: int
+    mask_id: int | None
     seed: int
     step: int
 
+    @property
+    def forbidden(self) -> tuple[int, ...]:
+        """Tokens that are never chosen."""
+        return tuple(t for t in (self.mask_id, self.eos_id if self.eos == "forbidden" else None) if t is not None)
+
 
 @dataclass(eq=False)
-class _Sequence:
+class Canvas:
     """A prompt and its response so far; `ids` is filled in place."""
 
     request: Request
@@ -56,7 +61,42 @@ class _Sequence:
         return len(self.request.prompt)
 
     def key(self, decoding: Decoding, *turn: int) -> int:
+        """Of the sampling noise, without the position."""
         return derive_seed(decoding.seed, "sample", decoding.step, self.request.problem, self.request.sample, *turn)
+
+    def rollout(self) -> Rollout:
+        """The request with what is written behind its prompt."""
+        r = self.request
+        return Rollout(r.problem, r.sample, r.prompt, tuple(self.ids[self.prompt_length :].tolist()))
+
+
+@dataclass(frozen=True, eq=False)
+class Masked:
+    """Masked positions at which tokens are proposed, int64 `[P]` each.
+
+    Attributes:
+        member_P: which of the canvases.
+        place_P: index in the canvas.
+        position_P: index in the packed row.
+        key_P: of the sampling noise.
+    """
+
+    member_P: Tensor
+    place_P: Tensor
+    position_P: Tensor
+    key_P: Tensor
+
+    @staticmethod
+    def join(parts: Sequence["Masked"]) -> "Masked":
+        """All of them, in order."""
+        fields = dataclasses.fields(Masked)
+        return Masked(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields))
+
+
+def masked_positions(canvas: Canvas, member: int, span: tuple[int, int], offset: int, key: int, mask_id: int) -> Masked:
+    """Those of a canvas in `[span)`; its token i lies at row index `offset + i`."""
+    place_P = (canvas.ids[slice(*span)] == mask_id).nonzero()[:, 0] + span[0]
+    return Masked(torch.full_like(place_P, member), place_P, place_P + offset, place_P + key)
 
 
 def sample(runner: Runner, requests: Sequence[Request], decoding: Decoding) -> list[Rollout]:
@@ -66,8 +106,8 @@ def sample(runner: Runner, requests: Sequence[Request], decoding: Decoding) -> l
     """
     device = runner.groups.device.torch
     masks = [decoding.mask_id] * decoding.gen_length
-    sequences = [_Sequence(r, torch.tensor([*r.prompt, *masks], device=device)) for r in requests]
-    active = list(sequences)
+    canvases = [Canvas(r, torch.tensor([*r.prompt, *masks], device=device)) for r in requests]
+    active = list(canvases)
     block_count = decoding.gen_length // decoding.block_length
     counts = transfer_counts(decoding.block_length, decoding.steps // block_count)
     for block in range(block_count):
@@ -76,57 +116,49 @@ def sample(runner: Runner, requests: Sequence[Request], decoding: Decoding) -> l
         for turn, count in enumerate(counts):
             _denoise(active, block, turn, count, runner, decoding)
         if decoding.stop_at_eos:
-            active = [s for s in active if not _ended(s, block, decoding)]
-    return [
-        Rollout(s.request.problem, s.request.sample, s.request.prompt, tuple(s.ids[s.prompt_length :].tolist()))
-        for s in sequences
-    ]
+            active = [canvas for canvas in active if not _ended(canvas, block, decoding)]
+    return [canvas.rollout() for canvas in canvases]
 
 
-def _ended(sequence: _Sequence, block: int, decoding: Decoding) -> bool:
+def _ended(canvas: Canvas, block: int, decoding: Decoding) -> bool:
     """Whether the block ends in EOS; then what is still masked becomes EOS."""
-    last = sequence.prompt_length + (block + 1) * decoding.block_length - 1
-    if sequence.ids[last] != decoding.eos_id:
+    last = canvas.prompt_length + (block + 1) * decoding.block_length - 1
+    if canvas.ids[last] != decoding.eos_id:
         return False
-    sequence.ids[sequence.ids == decoding.mask_id] = decoding.eos_id
+    canvas.ids[canvas.ids == decoding.mask_id] = decoding.eos_id
     return True
 
 
-def _denoise(
-    sequences: Sequence[_Sequence], block: int, turn: int, count: int, runner: Runner, decoding: Decoding
-) -> None:
-    """Propose a token at every masked position of each sequence's block; keep the best `count` of each."""
-    lengths = [(s.prompt_length, decoding.gen_length) for s in sequences]
-    packed_rows = pack(lengths, runner.attention, runner.row_shape(decoding.row_tokens))
-    forbidden = (decoding.mask_id, decoding.eos_id) if decoding.eos == "forbidden" else (decoding.mask_id,)
-    rows, member_parts, place_parts = [], [], []
-    for packed in packed_rows:
-        positions, keys, members, places = [], [], [], []
+def _denoise(canvases: Sequence[Canvas], block: int, turn: int, count: int, runner: Runner, decoding: Decoding) -> None:
+    """Propose a token at every masked position of each canvas's block; keep the best `count` of each."""
+    lengths = [(canvas.prompt_length, decoding.gen_length) for canvas in canvases]
+    rows, parts = [], []
+    for packed in pack(lengths, runner.attention, runner.row_shape(decoding.row_tokens)):
+        of_row = []
         for member, start in zip(packed.members, packed.starts, strict=True):
-            sequence = sequences[member]
-            begin = sequence.prompt_length + block * decoding.block_length
-            masked = sequence.ids[begin : begin + decoding.block_length] == decoding.mask_id
-            place = masked.nonzero()[:, 0] + begin
-            positions.append(place + start)
-            keys.append(place + sequence.key(decoding, block, turn))
-            members.append(torch.full_like(place, member))
-            places.append(place)
-        ids_S = torch.cat([sequences[i].ids for i in packed.members])
+            canvas = canvases[member]
+            begin = canvas.prompt_length + block * decoding.block_length
+            span, key = (begin, begin + decoding.block_length), canvas.key(decoding, block, turn)
+            of_row.append(masked_positions(canvas, member, span, start, key, decoding.mask_id))
+        masked = Masked.join(of_row)
+        ids_S = torch.cat([canvases[i].ids for i in packed.members])
         ids_S = F.pad(ids_S, (0, packed.layout.length - len(ids_S)), value=decoding.eos_id)
-        head = SampleHead(torch.cat(keys), decoding.temperature, forbidden)
-        rows.append(Row(ids_S, RowParams(layout=packed.layout), torch.cat(positions), head))
-        member_parts.append(torch.cat(members))
-        place_parts.append(torch.cat(places))
-    key_P = torch.cat([row.head.key_T for row in rows])
-    samples = _share(runner.forward(rows), len(key_P), runner.groups)
-    score_P = POLICIES[decoding.remasking](samples, _one_uniform(key_P))
+        head = SampleHead(masked.key_P, decoding.temperature, decoding.forbidden)
+        rows.append(Row(ids_S, RowParams(layout=packed.layout), masked.position_P, head))
+        parts.append(masked)
+    masked = Masked.join(parts)
+    keep_best(canvases, masked, share_samples(runner.forward(rows), len(masked.key_P), runner.groups), count, decoding)
+
+
+def keep_best(canvases: Sequence[Canvas], masked: Masked, samples: Samples, count: int, decoding: Decoding) -> None:
+    """Write the `count` best of the proposed tokens into each canvas."""
+    score_P = POLICIES[decoding.remasking](samples, _one_uniform(masked.key_P))
     if decoding.eos == "last":
         score_P = score_P.masked_fill(samples.token_P == decoding.eos_id, -torch.inf)
-    member_P, place_P = torch.cat(member_parts), torch.cat(place_parts)
-    kept_P = select(score_P, member_P, torch.full((len(sequences),), count, device=score_P.device))
-    for member, sequence in enumerate(sequences):
-        chosen_P = kept_P & (member_P == member)
-        sequence.ids[place_P[chosen_P]] = samples.token_P[chosen_P]
+    kept_P = select(score_P, masked.member_P, torch.full((len(canvases),), count, device=score_P.device))
+    for member, canvas in enumerate(canvases):
+        chosen_P = kept_P & (masked.member_P == member)
+        canvas.ids[masked.place_P[chosen_P]] = samples.token_P[chosen_P]
 
 
 def _one_uniform(key_P: Tensor) -> Tensor:
@@ -134,7 +166,7 @@ def _one_uniform(key_P: Tensor) -> Tensor:
     return uniform_hash(key_P, torch.full((1,), -2, device=key_P.device))[:, 0]
 
 
-def _share(outputs: list[Samples], count: int, groups: Groups) -> Samples:
+def share_samples(outputs: list[Samples], count: int, groups: Groups) -> Samples:
     """The last stage's samples of all rows on every stage, `[P]` each."""
     if groups.is_last_stage:
         fields = [torch.cat([getattr(s, f.name) for s in outputs]).double() for f in dataclasses.fields(Samples)]

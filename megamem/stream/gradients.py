@@ -54,17 +54,26 @@ class GradientSums:
 
     def add_product(self, parameter: nn.Parameter, dy_UV: Tensor, x_UH: Tensor, block: int = 4096) -> None:
         """Add `dy^T x`, the gradient of a matrix `[V, H]`, without a temporary of its size (a head's is large)."""
+        total = self._total(parameter)
+        if total.dtype == dy_UV.dtype:
+            total.addmm_(dy_UV.t(), x_UH)
+            return
+        for begin in range(0, total.size(0), block):
+            total[begin : begin + block].add_(dy_UV[:, begin : begin + block].t() @ x_UH)
+
+    def add_rows(self, parameter: nn.Parameter, index_T: Tensor, grad_TH: Tensor) -> None:
+        """Add to rows of a matrix `[V, H]`: the gradient of a lookup, without a matrix of zeros for it."""
+        total = self._total(parameter)
+        total.index_add_(0, index_T, grad_TH.to(total.dtype))
+
+    def _total(self, parameter: nn.Parameter) -> Tensor:
         total = getattr(parameter, "main_grad", None)
         if total is None:
             if parameter not in self._sums:
                 wide = torch.promote_types(parameter.dtype, torch.float32)
                 self._sums[parameter] = torch.zeros_like(parameter, dtype=wide)
             total = self._sums[parameter]
-        if total.dtype == dy_UV.dtype:
-            total.addmm_(dy_UV.t(), x_UH)
-            return
-        for begin in range(0, total.size(0), block):
-            total[begin : begin + block].add_(dy_UV[:, begin : begin + block].t() @ x_UH)
+        return total
 
     def hand_out(self, parameter: nn.Parameter) -> Tensor:
         """What autograd gets, once.

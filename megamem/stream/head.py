@@ -52,6 +52,10 @@ class HeadSteps:
         ends = torch.searchsorted(self.position_T, stops).tolist()
         return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
+    def idle(self) -> frozenset[int]:
+        """Chunks without scored tokens."""
+        return frozenset(i for i, part in enumerate(self.scored()) if part.start == part.stop)
+
     def empty(self, hidden_SBH: Tensor) -> Tensor:
         """Room for the log-probs `[T]`, at least fp32."""
         wide = torch.promote_types(hidden_SBH.dtype, torch.float32)

@@ -20,6 +20,8 @@ Attention's backward needs no graph: it recomputes probabilities from the log-su
 block-causal rows every chunk is a unit, and one projection with a graph serves both its q and its phase B; a
 bidirectional row is one unit. Nothing but the units, which come from the layout alone, distinguishes them.
 
+Of the last layer, chunks that no one scores need keys and values only (`RowParams.idle`): no attention, no tail.
+
 Every parameter's gradient is summed over chunks and handed out once (`stream/gradients.py`).
 
 Shapes: S row tokens, U tokens of a unit, C tokens of a chunk (this rank's part of them under sequence parallelism where
@@ -109,6 +111,19 @@ class OpenRow:
     attended: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     inputs: dict[int, Tensor] = field(default_factory=dict)
 
+    def behind(self, tokens: int, length: int) -> OpenRow:
+        """A row of `length` tokens whose first `tokens` are this one's: a copy of their keys and values."""
+        k_SGD, v_SGD = (x.new_empty(length, *x.shape[1:]) for x in (self.k_SGD, self.v_SGD))
+        k_SGD[:tokens], v_SGD[:tokens] = self.k_SGD[:tokens], self.v_SGD[:tokens]
+        return OpenRow(k_SGD, v_SGD)
+
+    def absorb(self, reader: OpenRow, tokens: int) -> None:
+        """Add the gradients that a row `behind` this one has for the keys and values it was given."""
+        if self.dk_SGD is None:
+            self.dk_SGD, self.dv_SGD = key_gradients(self.k_SGD), key_gradients(self.v_SGD)
+        self.dk_SGD[:tokens] += reader.dk_SGD[:tokens]
+        self.dv_SGD[:tokens] += reader.dv_SGD[:tokens]
+
     def close(self) -> None:
         """Let go of everything: the first unit has come back."""
         self.k_SGD = self.v_SGD = self.dk_SGD = self.dv_SGD = None
@@ -124,6 +139,7 @@ class LayerSteps:
         self.spans = self.grid.spans()
         self.plans: list[Plan] = [plan_attention(row.layout, *span) for span in self.spans]
         self.units = row_units(row.layout, self.grid)
+        self.idle = row.idle if layer.layer_number == layer.config.num_layers else frozenset()
         attention = layer.self_attention
         first = (layer.input_layernorm, attention.linear_qkv, attention.q_layernorm, attention.k_layernorm)
         self.head_parameters = _parameters(first)
@@ -168,8 +184,11 @@ class LayerSteps:
         """Write the layer's output for a unit into `y_UBH`; units before it must have been here."""
         queries = self._project_unit(row, unit, x_UBH)
         for i in self.units[unit]:
-            attended = attention_forward(queries.pop(i), row.k_SGD, row.v_SGD, self.plans[i])
             part = self._within(unit, i)
+            if i in self.idle:
+                y_UBH[part] = x_UBH[part]  # anything finite: no one reads it
+                continue
+            attended = attention_forward(queries.pop(i), row.k_SGD, row.v_SGD, self.plans[i])
             y_UBH[part] = self._finish(x_UBH[part], attended[0])
             if keep_attention:
                 row.attended[i] = attended
@@ -188,6 +207,9 @@ class LayerSteps:
             row.dk_SGD, row.dv_SGD = key_gradients(row.k_SGD), key_gradients(row.v_SGD)
         for i in reversed(chunks):
             part = self._within(unit, i)
+            if i in self.idle:
+                dx_UBH[part], queries[i] = 0, torch.zeros_like(queries[i])
+                continue
             dx_UBH[part], queries[i] = self._phase_a(row, i, x_UBH[part], queries[i], dy_UBH[part], gradients)
         for i in reversed(chunks):
             part, span = self._within(unit, i), slice(*self.spans[i])
@@ -292,7 +314,8 @@ def to_device(kept: Tensor, device: torch.device) -> Tensor:
 def row_units(layout: Layout, grid: ChunkGrid) -> tuple[range, ...]:
     """Chunks of every unit of a row."""
     spans = grid.spans()
-    return tuple(chunk_units([keys_seen(plan_attention(layout, *span)) for span in spans], spans))
+    seen = [keys_seen(plan_attention(layout, *span)) for span in spans]
+    return tuple(chunk_units(seen, spans))
 
 
 def _residual(x: Tensor, output_with_bias: tuple[Tensor, Tensor | None]) -> Tensor:

@@ -31,7 +31,14 @@ class Op:
     unit: int
 
 
-def stage_order(units: Sequence[int], stage: int, stages: int, slack: int, forward_only: bool = False) -> list[Op]:
+def stage_order(
+    units: Sequence[int],
+    stage: int,
+    stages: int,
+    slack: int,
+    forward_only: bool = False,
+    prefixes: Sequence[int | None] | None = None,
+) -> list[Op]:
     """What one stage runs, in order.
 
     Args:
@@ -40,21 +47,37 @@ def stage_order(units: Sequence[int], stage: int, stages: int, slack: int, forwa
         stages: number of stages.
         slack: forwards by which a stage runs ahead of the next one; one number for the whole replica.
         forward_only: no backwards (evaluation).
+        prefixes: of every micro-batch, the one before it whose keys and values it sees, or None. A prefix goes
+            backward after the last micro-batch that sees it.
     """
     assert units and min(units) >= 1 and 0 <= stage < stages and slack >= 1, (units, stage, stages, slack)
     forwards = [Op("forward", k, i) for k, count in enumerate(units) for i in range(count)]
     if forward_only:
         return forwards
+    through = list(accumulate(units))
     lead = slack * (stages - 1 - stage)
     order: list[Op] = []
-    ran, last_ran = 0, units[0] - 1
-    for k, through_k in enumerate(accumulate(units)):
+    ran, last_ran = 0, None
+    for k in _backward_order(len(units), prefixes):
         for i in reversed(range(units[k])):
             # Forwards that the last stage has run before this backward: one more, and all of micro-batch k.
-            last_ran = min(len(forwards), max(last_ran + 1, through_k))
+            last_ran = min(len(forwards), through[k] if last_ran is None else max(last_ran + 1, through[k]))
             upto = min(len(forwards), last_ran + lead)
             order += [*forwards[ran:upto], Op("backward", k, i)]
-            ran = upto
+            ran = max(ran, upto)
+    return order
+
+
+def _backward_order(count: int, prefixes: Sequence[int | None] | None) -> list[int]:
+    if prefixes is None:
+        return list(range(count))
+    last_reader = {prefix: k for k, prefix in enumerate(prefixes) if prefix is not None}
+    order: list[int] = []
+    for k, prefix in enumerate(prefixes):
+        if k not in last_reader:
+            order.append(k)
+        if prefix is not None and last_reader[prefix] == k:
+            order.append(prefix)
     return order
 
 

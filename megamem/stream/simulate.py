@@ -9,6 +9,7 @@ queue, and whether a program ends does not depend on the costs.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from megamem.layout.layout import Layout
 from megamem.ops.attention_plan import plan_attention
@@ -180,19 +181,22 @@ def simulate(
     transfer: Transfer = INSTANT,
     buffers: Buffers | None = None,
     forward_only: bool = False,
+    prefixes: Sequence[int | None] | None = None,
 ) -> Trace:
     """One step of one replica in the order of `stage_order`, with the engine's buffers unless others are given.
 
     Args:
         costs, layers, transfer: as in `run_programs`; the number of stages is `len(layers)`.
         slack: by default what `choose_slack` gives for these costs.
+        forward_only, prefixes: as in `stage_order`.
 
     Raises:
         Deadlock: the buffers are too few.
     """
     units = [len(row) for row in costs]
     slack = choose_slack(units, [unit.forward for row in costs for unit in row]) if slack is None else slack
-    programs = [stage_order(units, stage, len(layers), slack, forward_only) for stage in range(len(layers))]
+    order = partial(stage_order, units, stages=len(layers), slack=slack, forward_only=forward_only, prefixes=prefixes)
+    programs = [order(stage=stage) for stage in range(len(layers))]
     buffers = buffers or Buffers(RECEIVES_AHEAD, sends_in_flight(slack))
     return run_programs(programs, costs, layers, buffers, transfer)
 
@@ -206,14 +210,20 @@ def one_forward_one_backward(
     return simulate([[joined(row)] for row in costs], layers, 1, transfer)
 
 
-def check_deadlock(units: Sequence[int], stages: int, slack: int, buffers: Buffers | None = None) -> None:
+def check_deadlock(
+    units: Sequence[int],
+    stages: int,
+    slack: int,
+    buffers: Buffers | None = None,
+    prefixes: Sequence[int | None] | None = None,
+) -> None:
     """Refuse an order before a run starts with it; takes milliseconds.
 
     Raises:
         Deadlock: it cannot finish with these buffers (the engine's by default), whatever the costs.
     """
     one = UnitCost(1.0, 1.0, 1.0)
-    simulate([[one] * count for count in units], [1.0] * stages, slack, buffers=buffers)
+    simulate([[one] * count for count in units], [1.0] * stages, slack, buffers=buffers, prefixes=prefixes)
 
 
 def joined(units: Sequence[UnitCost]) -> UnitCost:

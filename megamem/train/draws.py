@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megamem.diffusion.noise import NoisePlan
-from megamem.layout.packing import RowShape, Unit, draws, pack_draws
+from megamem.layout.packing import RowShape, Share, Unit, draws, pack_draws
 from megamem.layout.trees import place
 from megamem.models.gpt import LogProbHead
 from megamem.models.row import Row, RowParams
@@ -53,11 +53,13 @@ class DrawRow(Row):
     """A row of draws.
 
     Attributes:
+        index: of the row among those of its update.
         sample_U, draw_U: which sample and which of its draws each unit is.
         weight_U: the noise plan's factor on the draw's log-prob sum, float64.
         unit_T: the unit each scored token belongs to, 0 … U-1 of this row.
     """
 
+    index: int
     sample_U: Tensor
     draw_U: Tensor
     weight_U: Tensor
@@ -72,13 +74,13 @@ class DrawnModel:
         attention: how a sequence attends (a name of `layout.packing.SEQUENCE_LAYOUTS`).
         shifted: a token is predicted at the row before it.
         mask_id: what stands where a scored token is hidden; None for a causal model, which hides nothing.
-        share_prefix: compute a prompt that several draws have in common once.
+        share_prefix: whether, and how, a prompt that several draws have in common is computed once.
     """
 
     attention: str
     shifted: bool
     mask_id: int | None
-    share_prefix: bool
+    share_prefix: Share
 
 
 class DrawRows(Sequence[DrawRow]):
@@ -99,8 +101,9 @@ class DrawRows(Sequence[DrawRow]):
 
     @property
     def tokens(self) -> int:
-        """Tokens of all rows."""
-        return sum(packed.layout.length for packed in self._packed)
+        """Tokens that all rows run."""
+        behind = sum(packed.trees[0].prefix for packed in self._packed if packed.prefix is not None)
+        return sum(packed.layout.length for packed in self._packed) - behind
 
     def __len__(self) -> int:
         return len(self._packed)
@@ -108,32 +111,37 @@ class DrawRows(Sequence[DrawRow]):
     def __getitem__(self, index: int) -> DrawRow:
         packed = self._packed[index]
         ids_S = torch.full((packed.layout.length,), self._model.mask_id or 0)  # where nothing is written: fillers
-        units, positions, targets, counts = [], [], [], []
-        for tree, members, (prefix, branches) in zip(packed.trees, packed.members, place(packed.trees), strict=True):
-            ids_S[prefix : prefix + tree.prefix] = self._samples[self._units[members[0][0]][0]].prompt_P[: tree.prefix]
+        units, positions, targets = [], [torch.empty(0, dtype=torch.long)], [torch.empty(0, dtype=torch.long)]
+        for tree, prompt, members, (prefix, branches) in zip(
+            packed.trees, packed.prompts, packed.members, place(packed.trees), strict=True
+        ):
+            ids_S[prefix : prefix + tree.prefix] = self._samples[self._units[prompt][0]].prompt_P[: tree.prefix]
             for branch, drawn, placed in zip(tree.branches, members, branches, strict=True):
-                b = self._units[drawn[0]][0]
                 if placed.copies:
-                    clean_L = torch.cat([self._samples[b].prompt_P[tree.prefix :], self._samples[b].response_L])
+                    sample = self._samples[self._units[drawn[0]][0]]
+                    clean_L = torch.cat([sample.prompt_P[tree.prefix :], sample.response_L])
                     ids_S[placed.clean : placed.clean + branch.length] = clean_L
                 for unit, start in zip(drawn, placed.copies or (placed.clean,), strict=True):
                     ids_S[start : start + branch.length], place_T, target_T = self._draw(unit, tree.prefix)
                     units.append(unit)
                     positions.append(place_T + start)
                     targets.append(target_T)
-                    counts.append(len(target_T))
-        pairs_U2 = torch.tensor([self._units[unit] for unit in units])
-        weight_U = torch.stack([self._samples[b].plan.weight_D[d] for b, d in pairs_U2.tolist()])
+        pairs = [self._units[unit] for unit in units]
+        pairs_U2 = torch.tensor(pairs, dtype=torch.long).view(-1, 2)
+        weights = [self._samples[b].plan.weight_D[d].item() for b, d in pairs]
+        counts_U = torch.tensor([len(target_T) for target_T in targets[1:]], dtype=torch.long)
         to = self._device
         return DrawRow(
-            ids_S.to(to),
+            (ids_S if packed.prefix is None else ids_S[packed.trees[0].prefix :]).to(to),
             RowParams(layout=packed.layout),
             torch.cat(positions).to(to),
             LogProbHead(torch.cat(targets).to(to)),
+            index,
             sample_U=pairs_U2[:, 0].to(to),
             draw_U=pairs_U2[:, 1].to(to),
-            weight_U=weight_U.to(to),
-            unit_T=torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(to),
+            weight_U=torch.tensor(weights, dtype=torch.float64, device=to),
+            unit_T=torch.repeat_interleave(torch.arange(len(units)), counts_U).to(to),
+            prefix=packed.prefix,
         )
 
     def _draw(self, unit: int, prefix: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from megamem.rollout.registry import sample
 from megamem.rollout.rollout import Request, Rollout
-from megamem.rollout.sampler import sample
 from megamem.tasks.base import Score
 from megamem.train.experience import judge, response_length
 from megamem.train.metrics import mean_over_data

@@ -13,8 +13,8 @@ from torch import Tensor
 from megamem.config.schema import RunConfig
 from megamem.platform.groups import Groups
 from megamem.platform.rng import generator
+from megamem.rollout.registry import sample
 from megamem.rollout.rollout import Request, Rollout, record_rollouts, replay_rollouts
-from megamem.rollout.sampler import sample
 from megamem.tasks.base import Score
 from megamem.train.prepare import Prompt
 from megamem.train.run import Run

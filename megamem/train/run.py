@@ -51,7 +51,8 @@ class Run:
     @property
     def drawn_model(self) -> DrawnModel:
         """What rows of draws depend on in the model."""
-        arch, share = self.prepared.model.arch, self.prepared.config.prefix.share
+        arch, prefix = self.prepared.model.arch, self.prepared.config.prefix
+        share = prefix.form if prefix.share else "none"
         mask_id = None if arch.attention == "causal" else arch.mask_id
         return DrawnModel(attention_name(self.prepared), arch.shifted_logits, mask_id, share)
 

@@ -62,17 +62,11 @@ def backward(runner: Runner, update: Update, objective: Objective, length_norm: 
     if objective.level == "sample":
         coupled_BD, value_B = _coupled_coefficients(runner, update, objective, adv_B, scale_B)
         coupled_loss = -(update.weight_B * value_B).sum()
-    old_of_row = iter(update.old) if update.old is not None else None
-    # By unit, since a pass with known coefficients asks for a row's twice: before its forward and for its report.
-    old_BD = torch.cat(update.old).view_as(coupled_BD) if coupled_BD is not None and update.old else None
 
     def loss(row: DrawRow, logp_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         new_U = unit_values(row, logp_T, objective)
         sample_U = row.sample_U[row.unit_T] if objective.level == "token" else row.sample_U
-        if old_BD is not None:
-            old_U = old_BD[sample_U, row.draw_U]
-        else:
-            old_U = _old_values(objective, new_U, next(old_of_row) if old_of_row else None)
+        old_U = _old_values(objective, new_U, update.old[row.index] if update.old is not None else None)
         scale_U, adv_U, weight_U = scale_B[sample_U], adv_B[sample_U], update.weight_B[sample_U]
         ratio_U = (new_U.detach() - old_U) * scale_U
         if coupled_BD is not None:

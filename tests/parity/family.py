@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megamem.cli.convert import FP32_NOISE, verdict_text, verify
 from megamem.convert.source import RandomSource, SafetensorsSource
 from megamem.convert.weights import load_weights, stage_parameters
 from megamem.convert.writer import SafetensorsWriter
@@ -52,7 +53,7 @@ def gradients_by_name(spec, arch, model, source_names) -> dict[str, Tensor]:
 
 
 def copy_with(folder: Path, target: Path, swap: tuple[str, str]) -> Path:
-    """The folder with two parts of tensor names exchanged (equal parts: as it is)."""
+    """The folder with two parts of tensor names exchanged."""
     target.mkdir()
     (target / "config.json").write_bytes((folder / "config.json").read_bytes())
     source, (a, b) = SafetensorsSource(folder), swap
@@ -61,3 +62,17 @@ def copy_with(folder: Path, target: Path, swap: tuple[str, str]) -> Path:
         for name in exchange:
             writer.write(name, source.read(exchange[name]))
     return target
+
+
+def check_parity(folder: Path, tensors: int) -> None:
+    """`verify` measures a small difference to the published logits that is not zero, and compares every tensor."""
+    verdict = verify(folder, folder / "reference.safetensors", ())
+    assert verdict.passed, verdict_text(verdict, as_json=False)
+    assert 0 < verdict.max_difference <= FP32_NOISE * verdict.scale and verdict.scale > 1
+    assert (verdict.tensors, verdict.unequal) == (tensors, [])
+
+
+def check_parity_fails(altered: Path, folder: Path) -> None:
+    """`verify` of an altered copy measures a large difference to the logits of the original."""
+    verdict = verify(altered, folder / "reference.safetensors", ())
+    assert not verdict.passed and verdict.max_difference > 1000 * FP32_NOISE and not verdict.unequal

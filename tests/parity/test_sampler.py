@@ -12,7 +12,6 @@ from megamem.convert.weights import load_weights
 from megamem.layout.layout import rows
 from megamem.models.build import build_model
 from megamem.models.gpt import LogitsHead
-from megamem.models.llada import tensor_maps
 from megamem.models.row import RowParams
 from megamem.models.runner import Runner
 from megamem.models.spec import find_spec
@@ -22,18 +21,22 @@ from megamem.platform.launch import Ranks
 from megamem.platform.rng import derive_seed, uniform_hash
 from megamem.rollout.rollout import Request
 from megamem.rollout.sampler import Decoding, sample
-from tests.helpers import llada_config
+from tests.helpers import llada_config, qwen_config
+from tests.parity.plain_qwen import shifted
 
 torch.set_num_threads(1)
 SEED, STEP = 7, 3
 
 
-@pytest.fixture(scope="module")
-def runner():
+CONFIGS = {"llada": llada_config(init_std=0.4), "dream": qwen_config("Dream", initializer_range=0.4)}
+
+
+@pytest.fixture(scope="module", params=CONFIGS.values(), ids=CONFIGS)
+def runner(request):
     """A random model; sharp logits, so that argmax does not hang on rounding."""
-    config = llada_config(init_std=0.4)
-    arch = find_spec(config, "test").read_config(config)
-    maps = tensor_maps(arch)
+    spec = find_spec(request.param, "test")
+    arch = spec.read_config(request.param)
+    maps = spec.tensor_maps(arch)
     with process_groups(Ranks(0, 1, 0, None, "single process"), resolve_device("auto", 0), 1, 1) as groups:
         model = build_model(arch, groups, torch.float64)
         load_weights(model, maps, arch, RandomSource(maps, arch, 1), groups)
@@ -69,8 +72,9 @@ def plain_generate(runner: Runner, arch, request: Request, d: Decoding) -> tuple
 
 
 def _logits(runner: Runner, canvas: Tensor) -> Tensor:
-    row = RowParams(layout=rows([len(canvas)]))
-    return runner.model(canvas[None], row, torch.arange(len(canvas)), LogitsHead()).double()
+    """Logits of every token of the canvas."""
+    logits_LV = runner.model(canvas[None], RowParams(layout=rows([len(canvas)])), None, LogitsHead()).double()
+    return shifted(logits_LV) if runner.model.shifted_logits else logits_LV
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

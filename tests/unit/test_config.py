@@ -141,6 +141,7 @@ def test_dump_and_load(tmp_path):
     assert load_config(tmp_path / "config.yaml", ["seed=8"]) == c.model_copy(update={"seed": 8})
 
 
+GRPO = ["objective.name=grpo", "noise.estimator=full", "noise.draws=1"]
 # One line per message of every rule: (rule, overrides, architecture, processes, what the message names).
 BROKEN = [
     ("world_divisible", ["parallel.tensor=2", "parallel.pipeline=3"], {}, 8,
@@ -157,12 +158,23 @@ BROKEN = [
     ("decoding_schedule", [], {"max_positions": 256}, 1, ["rollout.gen_length = 256", "256", "below that"]),
     ("decoding_schedule", ["eval.steps=12"], {}, 1, ["eval.steps = 12", "8 blocks"]),
     ("decoding_schedule", ["eval.gen_length=24"], {}, 1, ["eval.block_length = 32", "eval.gen_length = 24"]),
+    ("decoding_schedule", [], {"attention": "block", "block_length": 4}, 1,
+     ["rollout.block_length = 32", "allowed: 4"]),
+    ("decoding_schedule", ["rollout.eos=last", *GRPO], {"attention": "causal"}, 1,
+     ["rollout.eos = last", "free, forbidden"]),
     ("prompts_divisible", ["rollout.prompts=10", "train.updates=2"], {}, 2, ["rollout.prompts = 10", "2 x 2", "12"]),
     ("groups_compare", ["rollout.group=1"], {}, 1, ["rollout.group = 1", "2 or more", "objective.name=sft"]),
     ("noise_fits_objective", ["noise.estimator=full"], {}, 1,
      ["noise.estimator = full", "objective.name = bgpo", "iid_t, count, stratified, coupled"]),
     ("noise_fits_objective", ["objective.name=diffu_grpo"], {}, 1,
      ["noise.estimator = iid_t", "objective.name = diffu_grpo", "allowed: full"]),
+    ("noise_fits_objective", ["objective.name=grpo", "noise.draws=1"], {}, 1,
+     ["noise.estimator = iid_t", "objective.name = grpo", "allowed: full"]),
+    ("noise_fits_objective", ["objective.name=grpo", "noise.estimator=full"], {}, 1,
+     ["noise.draws = 16", "allowed: 1"]),
+    ("noise_fits_objective", ["objective.name=sft", "noise.draws=1"], {"attention": "causal"}, 1,
+     ["noise.estimator = iid_t", "a causal model", "allowed: full"]),
+    ("noise_fits_objective", [], {"attention": "causal"}, 1, ["objective.name = bgpo", "causal", "grpo, sft"]),
     ("noise_fits_objective", ["noise.estimator=coupled", "noise.draws=3"], {}, 1, ["noise.draws = 3", "even"]),
     ("token_ids_known", [], {"mask_id": None}, 1, ["model.path = models/tiny", "no mask_token_id", "config.json"]),
     ("token_ids_known", [], {"eos_id": None}, 1, ["model.path = models/tiny", "no eos_token_id"]),
@@ -172,8 +184,9 @@ BROKEN = [
      ["optimizer.warmup_steps = 401", "train.steps = 400"]),
     ("optimizer_precision", ["model.dtype=float64"], {}, 1, ["model.dtype = float64", "float32, bfloat16"]),
     ("prefix_is_exact", ["prefix.share=true"], {}, 1, ["prefix.share = true", "bidirectional", "prefix_lm"]),
-    ("prefix_is_exact", ["prefix.share=true", "model.attention=prefix_lm"], {}, 1, ["prefix.share = true", "false"]),
-    ("prefix_is_exact", ["prefix.share=true"], {"attention": "causal"}, 1, ["prefix.share = true", "not built yet"]),
+    ("prefix_handle_streams", ["prefix.form=handle"], {}, 1, ["prefix.form = handle", "streamed", "stage", "row"]),
+    ("prefix_handle_streams", ["prefix.form=handle", "stream.layers=true", "pipeline.schedule=streamed",
+     "stream.window=layer"], {}, 1, ["prefix.form = handle", "stream.window = stage"]),
     ("streams_fit", ["stream.layers=true", "train.recompute=full"], {}, 1, ["train.recompute = full", "stream.layers"]),
     ("streams_fit", ["stream.layers=true", "parallel.tensor=2", "parallel.sequence=true", "stream.chunk_tokens=33"],
      {}, 2, ["stream.chunk_tokens = 33", "multiples of parallel.tensor = 2"]),
@@ -215,6 +228,8 @@ def test_kept_rules():
         (["rollout.prompts=12", "train.updates=3"], 4),
     ]:
         check(config(*overrides), ARCH.model_copy(update={"kv_heads": 2, "ffn": 92}), world)
+    # Blocks and steps of denoising are not read for a causal model.
+    check(config("rollout.gen_length=24", *GRPO), ARCH.model_copy(update={"attention": "causal", "mask_id": None}), 1)
 
 
 def test_only_two_messages_are_told():

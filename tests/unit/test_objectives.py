@@ -13,7 +13,7 @@ from megamem.diffusion.elbo import elbo_terms
 from megamem.diffusion.noise import draw_noise
 from megamem.errors import UserError
 from megamem.objectives.advantages import ADVANTAGES, loo, mean, mean_std
-from megamem.objectives.base import RatioLimits, bounded_exp, clipped, coefficients
+from megamem.objectives.base import RatioLimits, bounded_exp, clipped, coefficients, k3
 from megamem.objectives.reduction import sample_weights
 from megamem.objectives.registry import FACTORIES, build_objective
 from megamem.platform.rng import generator
@@ -21,9 +21,9 @@ from megamem.platform.rng import generator
 DRAWS, VOCABULARY, LONGEST = 4, 5, 6
 
 
-def config(name, clip_low=None, clip_high=None, dual_clip=None, exponent_limit=20.0):
+def config(name, clip_low=None, clip_high=None, dual_clip=None, exponent_limit=20.0, kl=0.0):
     return SimpleNamespace(
-        name=name, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, exponent_limit=exponent_limit
+        name=name, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, exponent_limit=exponent_limit, kl=kl
     )
 
 
@@ -46,6 +46,9 @@ def make_samples(estimator):
 
 def make_theta(key, size=0.4):
     return (size * normal(LONGEST + 1, LONGEST, VOCABULARY, key=key)).requires_grad_()
+
+
+REFERENCE = make_theta("reference").detach()
 
 
 def token_logp(theta, sample, masked_DL):
@@ -74,6 +77,7 @@ def engine_loss(objective, theta, old_theta, samples, weight_B):
     join = JOIN[objective.level]
     with torch.no_grad():
         old = join([UNITS[objective.level](old_theta, sample) for sample in samples])
+        ref = join([UNITS[objective.level](REFERENCE, sample) for sample in samples]) if objective.penalty else None
     units = [UNITS[objective.level](theta, sample) for sample in samples]
     new = join(units)
     size_B = torch.tensor([len(unit) for unit in units])
@@ -83,7 +87,7 @@ def engine_loss(objective, theta, old_theta, samples, weight_B):
     else:
         adv, weight = adv_B.repeat_interleave(size_B), weight_B.repeat_interleave(size_B)
     with torch.no_grad():
-        c = coefficients(objective, new, old, adv)
+        c = coefficients(objective, new, old, adv, ref=ref)
     assert c.shape == new.shape and not c.requires_grad and c.dtype == torch.float64
     return (weight * c * new).sum()
 
@@ -91,7 +95,7 @@ def engine_loss(objective, theta, old_theta, samples, weight_B):
 def weights(samples, kind, level, all_reduce=lambda x: x, groups=None):
     tokens_B = torch.tensor([sample.length for sample in samples])
     groups_B = torch.tensor(groups if groups is not None else [0] * len(samples), dtype=torch.long)
-    return sample_weights(kind, tokens_B, groups_B, DRAWS, level, all_reduce)
+    return sample_weights(kind, tokens_B, groups_B, DRAWS, level, all_reduce, longest=LONGEST)
 
 
 # The loss of one sample as the papers write it, for autograd to differentiate whole.
@@ -115,11 +119,22 @@ def diffu_grpo_formula(theta, old_theta, sample):
     return -torch.min(ratio_T * sample.adv, ratio_T.clamp(0.8, 1.3) * sample.adv).mean()
 
 
+def grpo_formula(theta, old_theta, sample, kl=0.3):
+    """arXiv 2402.03300 eq. 3 and 4, with DAPO's uneven clip and a dual clip at 3."""
+    new_T, ref_T = token_units(theta, sample), token_units(REFERENCE, sample)
+    ratio_T = (new_T - token_units(old_theta, sample).detach()).exp()
+    value_T = torch.min(ratio_T * sample.adv, ratio_T.clamp(0.8, 1.3) * sample.adv)
+    if sample.adv < 0:
+        value_T = torch.max(value_T, torch.full_like(value_T, 3 * sample.adv))
+    return -(value_T - kl * ((ref_T - new_T).exp() - (ref_T - new_T) - 1)).mean()
+
+
 FORMULAS = {
     "bgpo": (config("bgpo"), bgpo_formula),
     "vrpo_ol": (config("vrpo_ol"), vrpo_formula),
     "sft": (config("sft"), sft_formula),
     "diffu_grpo": (config("diffu_grpo", clip_low=0.2, clip_high=0.3), diffu_grpo_formula),
+    "grpo": (config("grpo", clip_low=0.2, clip_high=0.3, dual_clip=3.0, kl=0.3), grpo_formula),
 }
 
 
@@ -160,7 +175,7 @@ def test_on_policy_bgpo_vrpo_and_elbo_gradients_agree(estimator):
         assert_same(gradient(loss, theta), expected, bar=1e-8)
 
 
-@pytest.mark.parametrize("kind", ["sequence", "token", "group"])
+@pytest.mark.parametrize("kind", ["sequence", "token", "group", "constant"])
 @pytest.mark.parametrize("name", FORMULAS)
 def test_unequal_micro_batches_give_the_full_batch_gradient(name, kind):
     objective, samples = build_objective(FORMULAS[name][0]), make_samples("count")
@@ -273,6 +288,7 @@ def test_coefficients_ignore_the_callers_graph_and_precision():
         config("bgpo", dual_clip=0.5),
         config("bgpo", exponent_limit=100.0),
         config("sft", clip_low=0.2),
+        config("bgpo", kl=0.1),
     ],
 )
 def test_mistakes_are_named(options):
@@ -282,7 +298,56 @@ def test_mistakes_are_named(options):
 
 def test_only_sft_does_without_old_log_probs():
     uses_old = {name: build_objective(options).uses_old for name, (options, _) in FORMULAS.items()}
-    assert uses_old == {"bgpo": True, "vrpo_ol": True, "diffu_grpo": True, "sft": False}
+    assert uses_old == {"bgpo": True, "vrpo_ol": True, "diffu_grpo": True, "grpo": True, "sft": False}
+
+
+# --- the KL term -----------------------------------------------------------------------------------------------------
+
+
+def test_kl_pulls_towards_the_reference():
+    """Coefficient of the KL term alone: kl (1 - ref / new), zero where the policies agree."""
+    objective = build_objective(config("grpo", kl=0.5))
+    new_T, ref_T = torch.tensor([-1.0, -1.0, -1.0]).double(), torch.tensor([-1.0, -2.0, -0.5]).double()
+    c_T = coefficients(objective, new_T, new_T, torch.zeros(3), ref=ref_T)
+    assert_same(c_T, 0.5 * (1 - (ref_T - new_T).exp()))
+    assert c_T[0] == 0 and c_T[1] > 0 > c_T[2]  # loss = c * new: a token that got too likely goes down
+
+
+def test_kl_is_the_divergence_in_expectation():
+    """k3 under the new policy averages to KL(new || ref)."""
+    new_V, ref_V = normal(VOCABULARY, key="new").log_softmax(-1), normal(VOCABULARY, key="ref").log_softmax(-1)
+    exact = (new_V.exp() * (new_V - ref_V)).sum()
+    assert_same((new_V.exp() * k3(new_V - ref_V, 20.0)).sum(), exact)
+    assert (k3(torch.linspace(-100, 100, 999).double(), 20.0) >= 0).all()
+
+
+def test_kl_is_finite_and_needs_a_reference():
+    objective = build_objective(config("grpo", clip_low=0.2, clip_high=0.2, kl=0.1))
+    far_T = torch.tensor([-1e4, -30.0, 0.0, 30.0, 1e4])
+    c_T = coefficients(objective, far_T, torch.zeros(5), torch.ones(5), ref=torch.zeros(5))
+    assert c_T.float().isfinite().all() and objective.value(far_T, torch.ones(5), far_T).isfinite().all()
+    with pytest.raises(AssertionError, match="reference"):
+        coefficients(objective, far_T, far_T, torch.ones(5))
+
+
+def test_on_policy_grpo_is_the_policy_gradient():
+    """d = 0: clips never act; only the KL term depends on the log-probs."""
+    new_T, adv_T = normal(5, key="new"), normal(5, key="adv")
+    limits = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
+    assert torch.equal(coefficients(build_objective(config("grpo", **limits)), new_T, new_T, adv_T), -adv_T)
+    c_T = coefficients(build_objective(config("grpo", kl=0.1, **limits)), new_T, new_T, adv_T, ref=new_T + 1)
+    assert_same(c_T, -adv_T + 0.1 * (1 - torch.tensor(1.0).double().exp()))
+
+
+def test_grpo_at_its_clip_boundaries():
+    objective = build_objective(config("grpo", clip_low=0.2, clip_high=0.28, dual_clip=3.0))
+    for ratio, adv, slope in [
+        (1.2799, 1.0, 1.2799), (1.2801, 1.0, 0.0), (0.1, 1.0, 0.1),
+        (0.8001, -1.0, 0.8001), (0.7999, -1.0, 0.0), (2.9999, -1.0, 2.9999), (3.0001, -1.0, 0.0),
+    ]:  # fmt: skip
+        new = torch.tensor([ratio]).double().log()
+        c = coefficients(objective, new, torch.zeros(1), torch.tensor([adv]))
+        assert c.item() == pytest.approx(-slope * adv, abs=1e-12), (ratio, adv)
 
 
 # --- advantages -----------------------------------------------------------------------------------------------------
@@ -312,19 +377,21 @@ def test_groups_without_variance_have_no_advantage(advantage):
 # --- reduction ------------------------------------------------------------------------------------------------------
 
 TOKENS = [3, 5, 1, 7, 2, 4]
+LIMIT = 10  # of a sample's tokens
 GROUPS = [7, 7, 7, 7, 3, 3]
 UNITS_OF_LEVEL = {"token": lambda tokens: tokens, "draw": lambda tokens: DRAWS, "sample": lambda tokens: 1}
 MEANS = {
     "sequence": [1 / 6] * 6,
     "token": [tokens / 22 for tokens in TOKENS],
     "group": [1 / 8] * 4 + [1 / 4] * 2,
+    "constant": [tokens / LIMIT / 6 for tokens in TOKENS],
 }
 
 
 def reduce(kind, level, members, all_reduce=lambda x: x):
     tokens_B = torch.tensor([TOKENS[b] for b in members], dtype=torch.long)
     groups_B = torch.tensor([GROUPS[b] for b in members], dtype=torch.long)
-    return sample_weights(kind, tokens_B, groups_B, DRAWS, level, all_reduce)
+    return sample_weights(kind, tokens_B, groups_B, DRAWS, level, all_reduce, LIMIT)
 
 
 def on_ranks(call, ranks):
@@ -344,7 +411,13 @@ def test_weights_make_a_mean(kind, level):
     units = [UNITS_OF_LEVEL[level](tokens) for tokens in TOKENS]
     expected = [share / count for share, count in zip(MEANS[kind], units, strict=True)]
     assert weight_B.dtype == torch.float64 and weight_B.tolist() == pytest.approx(expected, rel=1e-15)
-    assert (weight_B * torch.tensor(units)).sum().item() == pytest.approx(1.0, rel=1e-15)
+    assert (weight_B * torch.tensor(units)).sum().item() == pytest.approx(sum(MEANS[kind]), rel=1e-15)
+    assert sum(MEANS[kind]) == pytest.approx(1.0) or kind == "constant"
+
+
+def test_constant_gives_every_token_one_weight():
+    """Dr. GRPO: 1 / (samples x longest), whatever the length."""
+    assert reduce("constant", "token", range(6)).tolist() == pytest.approx([1 / (6 * LIMIT)] * 6)
 
 
 @pytest.mark.parametrize("level", UNITS_OF_LEVEL)
@@ -358,7 +431,7 @@ def test_ranks_see_the_global_batch(kind, level):
         assert torch.equal(weight_B, whole_B[members])
 
 
-@pytest.mark.parametrize("name", ["bgpo", "vrpo_ol", "diffu_grpo"])
+@pytest.mark.parametrize("name", ["bgpo", "vrpo_ol", "diffu_grpo", "grpo"])
 def test_gradients_of_ranks_add_up(name):
     objective, samples = build_objective(FORMULAS[name][0]), make_samples("count")
     theta, old_theta = make_theta("new"), make_theta("old")
@@ -374,12 +447,12 @@ def test_gradients_of_ranks_add_up(name):
 @pytest.mark.parametrize("kind", MEANS)
 def test_samples_without_tokens_are_not_counted(kind, level):
     tokens_B, groups_B = torch.tensor([3, 0, 5, 0]), torch.tensor([0, 0, 1, 2])
-    weight_B = sample_weights(kind, tokens_B, groups_B, DRAWS, level, lambda x: x)
-    counted_B = sample_weights(kind, tokens_B[::2], groups_B[::2], DRAWS, level, lambda x: x)
+    weight_B = sample_weights(kind, tokens_B, groups_B, DRAWS, level, lambda x: x, LIMIT)
+    counted_B = sample_weights(kind, tokens_B[::2], groups_B[::2], DRAWS, level, lambda x: x, LIMIT)
     assert weight_B[1::2].tolist() == [0.0, 0.0] and torch.equal(weight_B[::2], counted_B)
     empty = torch.zeros(0, dtype=torch.long)
-    assert sample_weights(kind, empty, empty, DRAWS, level, lambda x: x).shape == (0,)
-    assert sample_weights(kind, tokens_B * 0, groups_B, DRAWS, level, lambda x: x).tolist() == [0.0] * 4
+    assert sample_weights(kind, empty, empty, DRAWS, level, lambda x: x, LIMIT).shape == (0,)
+    assert sample_weights(kind, tokens_B * 0, groups_B, DRAWS, level, lambda x: x, LIMIT).tolist() == [0.0] * 4
 
 
 def test_unknown_reduction_is_named():

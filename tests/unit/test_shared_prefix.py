@@ -18,7 +18,6 @@ from tests.unit.test_stream import architecture, build
 
 torch.set_num_threads(1)
 
-ARCH = architecture(qk_norm=True, qkv_bias=True)
 MASK = 60
 # Attention, and whether a token is predicted at the row before it.
 MODELS = {
@@ -55,9 +54,9 @@ def samples(attention: str) -> list[Sample]:
 
 
 def run(groups, attention, shifted, share, way, row_tokens):
-    """(tokens of all rows, ELBO of every draw, gradients)."""
+    """(tokens of all rows, ELBO by sample and draw, gradients)."""
     stream, pipeline = WAYS[way]
-    model = build(groups, ARCH, stream)
+    model = build(groups, architecture(qk_norm=True, qkv_bias=True, shifted_logits=shifted), stream)
     drawn = DrawnModel(attention, shifted, None if attention == "causal" else MASK, share)
     rows = DrawRows(samples(attention), drawn, RowShape(row_tokens), groups.device.torch)
 
@@ -65,20 +64,27 @@ def run(groups, attention, shifted, share, way, row_tokens):
         terms_T = logp_T * row.weight_U[row.unit_T]
         elbo_U = torch.zeros(len(row.weight_U), dtype=logp_T.dtype).index_add_(0, row.unit_T, terms_T)
         coefficient_U = (1.0 + row.sample_U * 3 + row.draw_U).cos()
-        return (coefficient_U * elbo_U).sum(), {"elbo": elbo_U.detach().clone()}
+        units = zip(row.sample_U.tolist(), row.draw_U.tolist(), strict=True)
+        return (coefficient_U * elbo_U).sum(), dict(zip(units, elbo_U.detach().clone(), strict=True))
 
-    reports = Runner(model, groups, "full", pipeline).forward_backward(rows, loss)
-    return rows.tokens, torch.cat([r["elbo"] for r in reports]), {n: p.grad for n, p in stage_parameters(model).items()}
+    runner = Runner(model, groups, "full", pipeline)
+    reports = runner.forward_backward(rows, loss)
+    elbo = {unit: value for report in reports for unit, value in report.items()}
+    without_gradient = torch.cat(runner.forward(rows))
+    assert without_gradient.numel() == sum(int(s.plan.masked_DL.sum()) for s in samples(attention))
+    elbo["mean log-prob"] = without_gradient.mean()
+    return rows.tokens, elbo, {n: p.grad for n, p in stage_parameters(model).items()}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "share"), [*[(way, "row") for way in WAYS], ("streamed rows", "handle")])
 @pytest.mark.parametrize(("attention", "shifted"), MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("row_tokens", [10**6, 60], ids=["one_row", "rows"])
-def test_grouped_equals_repeated(groups, attention, shifted, way, row_tokens):
-    alone_tokens, expected_U, expected = run(groups, attention, shifted, False, "plain", row_tokens)
-    tokens, elbo_U, found = run(groups, attention, shifted, True, way, row_tokens)
-    assert tokens < alone_tokens
-    assert_algebra(elbo_U, expected_U, "ELBO of every draw")
+def test_grouped_equals_repeated(groups, attention, shifted, way, share, row_tokens):
+    alone_tokens, expected_elbo, expected = run(groups, attention, shifted, "none", "plain", row_tokens)
+    tokens, elbo, found = run(groups, attention, shifted, share, way, row_tokens)
+    assert tokens < alone_tokens and elbo.keys() == expected_elbo.keys()
+    for unit, value in expected_elbo.items():
+        assert_algebra(elbo[unit], value, f"ELBO of {unit}")
     for name, value in expected.items():
         assert value.abs().max() > 0, name
         assert_algebra(found[name], value, name)

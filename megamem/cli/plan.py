@@ -1,0 +1,61 @@
+"""`megamem plan`: from a configuration and the machines to a plan."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megamem.config.rules import check, model_divisible, optimizer_precision, streams_fit, world_divisible
+from megamem.config.schema import RunConfig
+from megamem.errors import UserError
+from megamem.plan.planner import Machines, Progress, as_json, make_plan, suggest
+from megamem.plan.step import Job
+from megamem.plan.units import parse_bytes
+from megamem.stream.layer import StreamOptions
+from megamem.train.prepare import open_model
+from megamem.train.run import DTYPES
+
+
+def plan_run(
+    config: RunConfig,
+    gpus: int | None,
+    gpus_per_node: int,
+    gpu_memory: str,
+    host_memory: str,
+    reserve: str,
+    tokens: int | None,
+    rows: int | None,
+    stage: int | None,
+    progress: Progress,
+) -> dict[str, Any]:
+    """What `megamem plan` prints; options are named as there.
+
+    Raises:
+        UserError: a size that is none, a model folder without config.json, or a layout that suits neither the model nor
+            the GPUs.
+    """
+    parallel, s = config.parallel, config.stream
+    machines = Machines(
+        gpus or parallel.tensor * parallel.pipeline,
+        parse_bytes(gpu_memory, "--gpu-memory"),
+        parse_bytes(reserve, "--reserve"),
+        parse_bytes(host_memory, "--host-memory"),
+        gpus_per_node,
+    )
+    if machines.usable <= 0:
+        raise UserError(f"--reserve = {reserve!r} leaves nothing of --gpu-memory = {gpu_memory!r}; allowed: less")
+    arch = open_model(Path(config.model.path)).arch
+    streamed = config.model_copy(
+        update={
+            "stream": s.model_copy(update={"layers": True}),
+            "train": config.train.model_copy(update={"recompute": "none"}),
+        }
+    )
+    check(streamed, arch, machines.gpus, (world_divisible, model_divisible, streams_fit, optimizer_precision))
+    attention = arch.attention if config.model.attention == "native" else config.model.attention
+    job = Job(arch, DTYPES[config.model.dtype], parallel, attention)
+    stream = StreamOptions(s.chunk_tokens, s.head_tokens, s.save)
+    tokens, rows = tokens or config.train.row_tokens, rows or parallel.pipeline
+    plan = make_plan(job, stream, machines, tokens, rows, stage, progress)
+    if gpus is not None:
+        plan = replace(plan, suggestion=suggest(job, stream, machines, tokens, rows, progress) or {})
+    return as_json(plan)

@@ -1,0 +1,1 @@
+"""Memory of a training step before it runs, and the layouts that fit."""
