@@ -28,8 +28,9 @@ from megamem.models.row import Row, RowParams
 from megamem.models.runner import Runner, StreamedPipeline
 from megamem.ops.vocab import VocabShard
 from megamem.platform.groups import Groups, StageLinks
+from megamem.platform.host import to_device, to_host
 from megamem.platform.memory import LiveStorages
-from megamem.stream.layer import StreamedTransformerLayer, StreamOptions, to_device, to_host
+from megamem.stream.layer import StreamedTransformerLayer, StreamOptions
 from megamem.train.optim import wrap_for_training
 
 

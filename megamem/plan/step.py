@@ -24,8 +24,9 @@ from megamem.models.row import Row, RowParams
 from megamem.models.runner import Runner
 from megamem.plan.variants import StockHead, Variant
 from megamem.platform.groups import Groups
+from megamem.platform.host import to_host
 from megamem.platform.memory import LiveStorages
-from megamem.stream.layer import StreamedTransformerLayer, to_host
+from megamem.stream.layer import StreamedTransformerLayer
 from megamem.train.optim import wrap_for_training
 
 

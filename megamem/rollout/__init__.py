@@ -1,1 +1,1 @@
-"""Sampling responses: block denoising, remasking policies, recorded rollouts."""
+"""Sampling responses: denoising, decoding over a key/value cache, remasking policies, recorded rollouts."""

@@ -43,6 +43,7 @@ from megamem.layout.grid import ChunkGrid, chunk_units
 from megamem.layout.layout import Layout
 from megamem.ops.attention import attention_backward, attention_forward, key_gradients
 from megamem.ops.attention_plan import Plan, keys_seen, plan_attention
+from megamem.platform.host import to_device, to_host
 from megamem.stream.gradients import GradientSums, expect_plain_gradients
 
 
@@ -297,17 +298,6 @@ class _StreamedLayer(torch.autograd.Function):
         x_SBH = ctx.steps.layer.fetch(kept, ctx.device)
         dx_SBH = ctx.steps.backward(x_SBH, dy_SBH, attended, gradients, torch.empty_like(dy_SBH))
         return dx_SBH, None, *[gradients.hand_out(p) for p in ctx.parameters]
-
-
-def to_host(x: Tensor) -> Tensor:
-    """A host copy: pinned and asynchronous from a GPU; a plain copy where the device is the host."""
-    host = torch.empty_like(x, device="cpu", pin_memory=not x.is_cpu)
-    return host.copy_(x, non_blocking=True)
-
-
-def to_device(kept: Tensor, device: torch.device) -> Tensor:
-    """Back from the host; no copy where the device is the host."""
-    return kept.to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=256)

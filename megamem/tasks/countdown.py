@@ -14,11 +14,11 @@ training problems would take minutes at every start. It serves as an independent
 import itertools
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -66,6 +66,8 @@ class CountdownOptions(TaskOptions):
     """Options of `Countdown`. The defaults are the ranges of d1's test file.
 
     Attributes:
+        style: `d1`, a prompt in words answered in `<answer>` tags; `words`, for tiny models: the prompt is
+            `24 = 3 8 1`, the response the expression and nothing else, spaces between all words (see `vocabulary`).
         numbers: fewest and most numbers of a generated problem.
         value: smallest and largest number given.
         target: smallest and largest target.
@@ -79,6 +81,7 @@ class CountdownOptions(TaskOptions):
             test problems are left out; `Countdown.report` counts them.
     """
 
+    style: Literal["d1", "words"] = "d1"
     numbers: tuple[int, int] = (3, 3)
     value: tuple[int, int] = (1, 100)
     target: tuple[int, int] = (1, 100)
@@ -102,6 +105,16 @@ class CountdownOptions(TaskOptions):
         if not 1 <= value[0] <= value[1] <= 10**6:
             raise ValueError("smallest and largest, within 1 and 1000000")
         return value
+
+
+def vocabulary(largest: int) -> list[str]:
+    """All words of style `words`: the sign `=`, what expressions are made of, and the numbers 1 to `largest`."""
+    return [*"=+-*/()", *(str(number) for number in range(1, largest + 1))]
+
+
+def spaced(expression: str) -> str:
+    """An expression with one space between its words."""
+    return " ".join(_TOKEN.findall(expression))
 
 
 class ExpressionError(ValueError):
@@ -282,6 +295,35 @@ class _Item:
         return tuple(sorted(self.numbers)), self.target
 
 
+@dataclass(frozen=True)
+class _Style:
+    """How problems are put and answered.
+
+    Attributes:
+        prompt: the text of the user's turn.
+        answer: the response that gives an expression and its steps.
+        read: the expression that a response gives; None where it gives none.
+    """
+
+    prompt: Callable[[_Item], str]
+    answer: Callable[[str, Sequence[str]], str]
+    read: Callable[[str], str | None]
+
+
+_STYLES: dict[str, _Style] = {
+    "d1": _Style(
+        lambda item: _PROMPT.format(target=item.target, numbers=", ".join(map(str, item.numbers))),
+        lambda expression, steps: _ANSWER.format(steps="\n".join(steps), expression=expression),
+        last_answer,
+    ),
+    "words": _Style(
+        lambda item: " ".join(map(str, (item.target, "=", *item.numbers))),
+        lambda expression, steps: spaced(expression),
+        lambda response: response.strip() or None,
+    ),
+}
+
+
 class Countdown(Task):
     """See the module's text; options: `CountdownOptions`."""
 
@@ -289,6 +331,7 @@ class Countdown(Task):
 
     def __init__(self, options: CountdownOptions) -> None:
         super().__init__(options)
+        self._style = _STYLES[options.style]
         self._left_out = 0
         seen: set[tuple[tuple[int, ...], int]] = set()
         if options.file is None:
@@ -345,7 +388,7 @@ class Countdown(Task):
         return [
             Problem(
                 key=f"{split}/{index}",
-                prompt=_PROMPT.format(target=item.target, numbers=", ".join(map(str, item.numbers))),
+                prompt=self._style.prompt(item),
                 data={"numbers": item.numbers, "target": item.target, "solution": item.solution},
             )
             for index, item in enumerate(items)
@@ -356,7 +399,7 @@ class Countdown(Task):
 
     def score(self, problem: Problem, response: str) -> Score:
         """0, 0.1 or 1 as the module says; the part `numbers` is 1 where each number is used exactly once."""
-        text = last_answer(response)
+        text = self._style.read(response)
         if text is None:
             return Score(0.0, False, {"answered": 0.0, "numbers": 0.0})
         try:
@@ -371,7 +414,7 @@ class Countdown(Task):
     def answer(self, problem: Problem) -> str | None:
         """A solution with its steps: the generator's own, or for a file's problem one found by search."""
         found = problem.data["solution"] or find_solution(problem.data["numbers"], problem.data["target"])
-        return None if found is None else _ANSWER.format(steps="\n".join(found[1]), expression=found[0])
+        return None if found is None else self._style.answer(*found)
 
     def report(self) -> Mapping[str, Any]:
         """Sizes of the splits, and how many problems of `train_file` were repeats or test problems."""

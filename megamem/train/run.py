@@ -13,6 +13,7 @@ from megamem.models.build import build_model
 from megamem.models.gpt import DiffusionGPT
 from megamem.models.runner import Runner, StreamedPipeline
 from megamem.platform.groups import Groups, connect_stages
+from megamem.platform.host import check_pinned_memory
 from megamem.rollout.sampler import Decoding
 from megamem.stream.layer import StreamOptions
 from megamem.stream.trace import TraceFolder
@@ -102,6 +103,8 @@ def streamed_pipeline(config: RunConfig, groups: Groups) -> StreamedPipeline | N
 def build_run(prepared: Prepared, groups: Groups, training: bool) -> Run:
     """Build this rank's stage with its weights, and the optimizer if training; resumes where `prepare` said so."""
     config, folder = prepared.config, prepared.model
+    if config.stream.layers and config.stream.offload == "cpu":
+        check_pinned_memory(groups.device)
     model = build_model(
         folder.arch,
         groups,

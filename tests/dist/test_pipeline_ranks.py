@@ -14,6 +14,7 @@ from megamem.config.architecture import Architecture
 from megamem.config.schema import ParallelConfig
 from megamem.convert.weights import stage_parameters
 from megamem.layout.layout import CAUSAL, block, prefix_lm, rows
+from megamem.layout.packing import RowShape
 from megamem.models.build import build_model
 from megamem.models.row import RowParams
 from megamem.models.runner import Runner, StreamedPipeline
@@ -22,10 +23,12 @@ from megamem.stream.layer import StreamOptions
 from megamem.stream.pipeline import run_stage
 from megamem.stream.schedule import choose_slack, stage_order
 from megamem.stream.simulate import Transfer, chunk_costs, simulate
+from megamem.train.draws import DrawnModel, DrawRows
 from megamem.train.optim import wrap_for_training
 from tests.dist.harness import Cases, Grid, Outcome, run_ranks
 from tests.dist.test_stream_ranks import assert_no_difference, differences, make_row, objective
 from tests.helpers import fill_by_name
+from tests.unit.test_shared_prefix import draw_loss, samples
 
 GRIDS = [
     Grid(pipeline=2),
@@ -46,6 +49,8 @@ LAYOUTS = [
     prefix_lm([(15, 5), (3, 1)], CAUSAL),
     rows([2]),
 ]
+SHARED_GRIDS = [Grid(pipeline=2), Grid(tensor=2, pipeline=2, sequence=True)]
+SHARED = [("causal", "row"), ("causal", "handle"), ("block:4", "handle"), ("prefix_lm", "handle")]
 COUNTS = {"m = 5": 5, "m = 2": 2, "m = 1": 1}
 SETTINGS = {
     "stage": (StreamOptions(4, 3), "stage", None, False),
@@ -76,6 +81,9 @@ def cases_of(grid):
             yield f"{setting}, {count}", (against_plain, (setting, COUNTS[count], grid.sequence, False))
     if grid.data > 1:
         yield "overlap", (against_plain, ("stage", 5, grid.sequence, True))
+    if grid in SHARED_GRIDS:
+        for attention, share in SHARED:
+            yield f"{attention} {share}", (shared_against_repeated, (attention, share, grid.sequence))
     if grid.pipeline == 4:
         for name in SLEEPS:
             yield f"sleep {name}", (sleep_as_compute, SLEEPS[name])
@@ -101,6 +109,31 @@ def against_plain(groups, setting, count, sequence, overlap):
     found = {n: p.main_grad for n, p in stage_parameters(model).items()}
     found |= log_probs(groups, [r["logp"] for r in reports], runner.forward(several))
     return differences(groups, found, plain(groups, several, sequence))
+
+
+def shared_against_repeated(groups, attention, share, sequence):
+    """Draws that share their prompt on the streamed schedule against unshared ones through plain layers.
+
+    Both are compared with one rank's numbers elsewhere (`tests/unit/test_shared_prefix.py`); here grids differ.
+    """
+    multiple = groups.tp.size if sequence else 1
+    shifted = attention == "causal"
+
+    def run(share, options, pipeline, equal):
+        model = build_model(
+            ARCH.model_copy(update={"shifted_logits": shifted}), groups, torch.float64, sequence, stream=options
+        )
+        fill_by_name(stage_parameters(model), groups.tp.rank)
+        runner = Runner(wrap_for_training(model, ParallelConfig()), groups, "full", pipeline)
+        drawn = DrawnModel(attention, shifted, None if shifted else 60, share)
+        rows = DrawRows(samples(attention), drawn, RowShape(40, multiple, equal), groups.device.torch)
+        runner.model.zero_grad_buffer()
+        runner.forward_backward(rows, draw_loss, linear=share == "handle")
+        return {n: p.main_grad for n, p in stage_parameters(model).items()}
+
+    pipeline = StreamedPipeline(connect_stages(groups), "stage")
+    found = run(share, StreamOptions(4, 3), pipeline, equal=False)
+    return differences(groups, found, run("none", None, None, equal=groups.pp.size > 1))
 
 
 def plain(groups, several, sequence):
@@ -179,6 +212,12 @@ def test_gradients_are_those_of_plain_layers_on_the_stock_schedule(outcome, name
     found = outcome[f"{name} {grid}"]
     assert "log-probs" in found and {n.split(".")[2] for n in found if "layers." in n} == set("0123")
     assert_no_difference(found)
+
+
+@pytest.mark.parametrize("grid", SHARED_GRIDS, ids=str)
+@pytest.mark.parametrize(("attention", "share"), SHARED)
+def test_shared_prompts(outcome, attention, share, grid):
+    assert_no_difference(outcome[f"{attention} {share} {grid}"])
 
 
 @pytest.mark.parametrize("name", SLEEPS)

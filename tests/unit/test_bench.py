@@ -78,7 +78,7 @@ def test_an_offloaded_input_is_on_the_host_and_its_copy_on_the_device(steps):
     layer_input = TINY_ROW.tokens * TINY_ROW.hidden * 4
     saved = steps["streamed"].device_peak_bytes - steps["streamed_offload"].device_peak_bytes
     assert saved == pytest.approx((TINY_ROW.layers - 1) * layer_input, rel=0.1)
-    assert steps["streamed_offload"].peak_bytes > steps["streamed"].peak_bytes
+    assert steps["streamed_offload"].peak_bytes >= steps["streamed"].peak_bytes
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,,2", "1,x", "-1", "1.5"])

@@ -345,7 +345,7 @@ def test_grpo_at_its_clip_boundaries():
         (1.2799, 1.0, 1.2799), (1.2801, 1.0, 0.0), (0.1, 1.0, 0.1),
         (0.8001, -1.0, 0.8001), (0.7999, -1.0, 0.0), (2.9999, -1.0, 2.9999), (3.0001, -1.0, 0.0),
     ]:  # fmt: skip
-        new = torch.tensor([ratio]).double().log()
+        new = torch.tensor([ratio], dtype=torch.float64).log()
         c = coefficients(objective, new, torch.zeros(1), torch.tensor([adv]))
         assert c.item() == pytest.approx(-slope * adv, abs=1e-12), (ratio, adv)
 

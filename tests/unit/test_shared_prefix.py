@@ -53,6 +53,15 @@ def samples(attention: str) -> list[Sample]:
     return found
 
 
+def draw_loss(row, logp_T):
+    """A sum of ELBOs, each with a coefficient of its own; reports them by sample and draw."""
+    terms_T = logp_T * row.weight_U[row.unit_T]
+    elbo_U = torch.zeros(len(row.weight_U), dtype=logp_T.dtype).index_add_(0, row.unit_T, terms_T)
+    coefficient_U = (1.0 + row.sample_U * 3 + row.draw_U).cos()
+    units = zip(row.sample_U.tolist(), row.draw_U.tolist(), strict=True)
+    return (coefficient_U * elbo_U).sum(), dict(zip(units, elbo_U.detach().clone(), strict=True))
+
+
 def run(groups, attention, shifted, share, way, row_tokens):
     """(tokens of all rows, ELBO by sample and draw, gradients)."""
     stream, pipeline = WAYS[way]
@@ -60,15 +69,8 @@ def run(groups, attention, shifted, share, way, row_tokens):
     drawn = DrawnModel(attention, shifted, None if attention == "causal" else MASK, share)
     rows = DrawRows(samples(attention), drawn, RowShape(row_tokens), groups.device.torch)
 
-    def loss(row, logp_T):
-        terms_T = logp_T * row.weight_U[row.unit_T]
-        elbo_U = torch.zeros(len(row.weight_U), dtype=logp_T.dtype).index_add_(0, row.unit_T, terms_T)
-        coefficient_U = (1.0 + row.sample_U * 3 + row.draw_U).cos()
-        units = zip(row.sample_U.tolist(), row.draw_U.tolist(), strict=True)
-        return (coefficient_U * elbo_U).sum(), dict(zip(units, elbo_U.detach().clone(), strict=True))
-
     runner = Runner(model, groups, "full", pipeline)
-    reports = runner.forward_backward(rows, loss)
+    reports = runner.forward_backward(rows, draw_loss)
     elbo = {unit: value for report in reports for unit, value in report.items()}
     without_gradient = torch.cat(runner.forward(rows))
     assert without_gradient.numel() == sum(int(s.plan.masked_DL.sum()) for s in samples(attention))
