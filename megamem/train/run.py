@@ -20,7 +20,7 @@ from megamem.stream.trace import TraceFolder
 from megamem.train.checkpoint import load_model, load_training, read_info
 from megamem.train.draws import DrawnModel
 from megamem.train.optim import build_optimizer, wrap_for_training
-from megamem.train.prepare import Prepared, Prompt
+from megamem.train.prepare import Prepared, Prompt, weight_source
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -35,6 +35,7 @@ class Run:
         model: this stage, bare; its weights are the ones being trained.
         trainer: runs rows through the stage wrapped for gradients; None for sampling and evaluation only.
         sampler: runs rows through the bare stage.
+        reference: runs rows through a stage with the initial weights, where the objective has a KL term to them.
         optimizer: megatron-core's; None without a trainer.
         prompts: training prompts.
         finished: training steps done.
@@ -45,6 +46,7 @@ class Run:
     model: DiffusionGPT
     sampler: Runner
     trainer: Runner | None = None
+    reference: Runner | None = None
     optimizer: Any = None
     prompts: Sequence[Prompt] = ()
     finished: int = 0
@@ -102,26 +104,43 @@ def streamed_pipeline(config: RunConfig, groups: Groups) -> StreamedPipeline | N
 
 def build_run(prepared: Prepared, groups: Groups, training: bool) -> Run:
     """Build this rank's stage with its weights, and the optimizer if training; resumes where `prepare` said so."""
-    config, folder = prepared.config, prepared.model
+    config = prepared.config
     if config.stream.layers and config.stream.offload == "cpu":
         check_pinned_memory(groups.device)
-    model = build_model(
-        folder.arch,
+    model = _build_stage(prepared, groups)
+    if prepared.resume_from is None:
+        _load_initial(model, prepared, groups)
+    sampler = Runner(model, groups, attention_name(prepared), streamed_pipeline(config, groups))
+    run = Run(prepared, groups, model, sampler)
+    if training:
+        _add_training(run, prepared.resume_from)
+        if prepared.objective.penalty is not None:
+            initial = _build_stage(prepared, groups)
+            _load_initial(initial, prepared, groups)
+            run.reference = replace(sampler, model=initial)
+    return run
+
+
+def _build_stage(prepared: Prepared, groups: Groups) -> DiffusionGPT:
+    config = prepared.config
+    return build_model(
+        prepared.model.arch,
         groups,
         DTYPES[config.model.dtype],
         sequence_parallel=config.parallel.sequence,
         recompute=config.train.recompute == "full",
         stream=stream_options(config.stream),
     )
-    if prepared.weights is not None:
-        load_weights(model, folder.spec.tensor_maps(folder.arch), folder.arch, prepared.weights, groups)
-    elif prepared.resume_from is None:
+
+
+def _load_initial(model: DiffusionGPT, prepared: Prepared, groups: Groups) -> None:
+    """The weights a run starts from (a resumed run's reference policy has them, too)."""
+    folder = prepared.model
+    weights = prepared.weights or weight_source(folder, prepared.config)
+    if weights is None:
         load_model(folder.path, model)
-    sampler = Runner(model, groups, attention_name(prepared), streamed_pipeline(config, groups))
-    run = Run(prepared, groups, model, sampler)
-    if training:
-        _add_training(run, prepared.resume_from)
-    return run
+    else:
+        load_weights(model, folder.spec.tensor_maps(folder.arch), folder.arch, weights, groups)
 
 
 def _add_training(run: Run, resume_from: Path | None) -> None:

@@ -108,12 +108,14 @@ def make_updates(run: Run, batch: Batch, step: int) -> list[Update]:
         weight_B = _weights(run, samples, config)
         if config.train.checks:
             check_shares(weight_B, samples, objective, config, run.groups)
-        samples, weight_B = _drop_silent(samples, weight_B)
+        if objective.penalty is None:
+            samples, weight_B = _drop_silent(samples, weight_B)
         shape = run.trainer.row_shape(config.train.row_tokens)
         rows = DrawRows(samples, run.drawn_model, shape, run.groups.device.torch)
         # The first optimizer step trains the policy that sampled: old and new log-probs are the same numbers.
         old = score(run.sampler, rows, objective) if index and objective.uses_old else None
-        updates.append(Update(samples, weight_B, rows, old))
+        reference = score(run.reference, rows, objective) if objective.penalty is not None else None
+        updates.append(Update(samples, weight_B, rows, old, reference))
     return updates
 
 
@@ -133,10 +135,11 @@ def make_sample(config: RunConfig, rollout: Rollout, advantage: float, group: in
 
 def _weights(run: Run, samples: Sequence[Sample], config: RunConfig) -> Tensor:
     level, draws, device = run.prepared.objective.level, config.noise.draws, run.groups.device.torch
-    tokens_B = torch.tensor([s.scored_tokens * (draws if level == "token" else 1) for s in samples], device=device)
+    each = draws if level == "token" else 1
+    tokens_B = torch.tensor([s.scored_tokens * each for s in samples], device=device)
     groups_B = torch.tensor([s.group for s in samples], device=device)
-    reduction = config.objective.reduction
-    return sample_weights(reduction, tokens_B, groups_B, draws, level, run.groups.sum_over_data)
+    reduction, longest = config.objective.reduction, config.rollout.gen_length * each
+    return sample_weights(reduction, tokens_B, groups_B, draws, level, run.groups.sum_over_data, longest)
 
 
 def _drop_silent(samples: Sequence[Sample], weight_B: Tensor) -> tuple[list[Sample], Tensor]:

@@ -28,12 +28,14 @@ class Update:
         rows: their draws as rows.
         old: of every row, the units' log-probs under the rollout policy (last stage only); None on-policy, where the
             trained policy is the rollout policy.
+        reference: the same under the reference policy of a KL term; None without one.
     """
 
     samples: Sequence[Sample]
     weight_B: Tensor
     rows: DrawRows
     old: list[Tensor] | None = None
+    reference: list[Tensor] | None = None
 
 
 def unit_values(row: DrawRow, logp_T: Tensor, objective: Objective) -> Tensor:
@@ -72,8 +74,10 @@ def backward(runner: Runner, update: Update, objective: Objective, length_norm: 
         if coupled_BD is not None:
             c_U, value_U = coupled_BD[sample_U, row.draw_U], torch.zeros_like(adv_U)
         else:
-            c_U = coefficients(objective, new_U, old_U, adv_U, scale_U)
-            value_U = objective.surrogate(ratio_U.double(), adv_U)
+            ref_U = None if update.reference is None else update.reference[row.index]
+            drift_U = None if ref_U is None else (new_U.detach() - ref_U).double()
+            c_U = coefficients(objective, new_U, old_U, adv_U, scale_U, ref_U)
+            value_U = objective.value(ratio_U.double(), adv_U, drift_U)
         report = {
             "loss": -(weight_U * value_U).sum(),
             "elbo": elbo_terms(logp_T.detach(), row.unit_T, row.weight_U).sum(),
@@ -83,7 +87,7 @@ def backward(runner: Runner, update: Update, objective: Objective, length_norm: 
         return (weight_U * c_U * new_U).sum(), report
 
     # On-policy and supervised coefficients, and coupled ones by now, do not depend on the log-probs of this pass.
-    linear = update.old is None or coupled_BD is not None
+    linear = coupled_BD is not None or (update.old is None and objective.penalty is None)
     reports = runner.forward_backward(update.rows, loss, linear)
     zero = torch.zeros((), dtype=torch.float64, device=device)
     sums = {name: sum((r[name] for r in reports), zero) for name in ("loss", "elbo", "draws", "ratio")}
