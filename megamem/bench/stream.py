@@ -44,7 +44,7 @@ class Sizes:
     ffn: int = 1536
     heads: int = 8
     vocab: int = 32000
-    chunk_tokens: int = 512
+    chunk_tokens: int = 256
     head_tokens: int = 128
 
 
@@ -105,20 +105,44 @@ def relation(name: str) -> Relation:
     raise UserError(f"--attention = {name!r}; allowed: full, causal, block:N with N at least 1")
 
 
+def chosen_variants(text: str) -> list[str]:
+    """Names from a comma-separated list; all of them for an empty one.
+
+    Raises:
+        UserError: an unknown name.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    allowed = list(variants(Sizes()))
+    for name in names:
+        if name not in allowed:
+            raise UserError(f"--variants: {name!r}; allowed: {', '.join(allowed)}")
+    return names or allowed
+
+
 def bench_stream(
-    sizes: Sizes, attention: str, groups: Groups, repeats: int, progress: Callable[[str], None]
+    sizes: Sizes,
+    attention: str,
+    groups: Groups,
+    repeats: int,
+    progress: Callable[[str], None],
+    names: Sequence[str] | None = None,
 ) -> list[Result]:
-    """Measure all variants: first memory and gradients, then `repeats` rounds of times, variants taking turns."""
+    """Measure variants (all by default): first memory and gradients, then `repeats` rounds of times, taking turns.
+
+    Gradients are compared with those of `plain`, or of the first variant where it is left out.
+    """
     arch = Architecture(
         layers=sizes.layers, hidden=sizes.hidden, ffn=sizes.ffn, heads=sizes.heads, kv_heads=sizes.heads,
         head_dim=sizes.hidden // sizes.heads, vocab_rows=sizes.vocab, max_positions=sizes.tokens,
         mask_id=0, eos_id=0, pad_id=0,
     )  # fmt: skip
     seen = relation(attention)
-    steps = {name: _Step(arch, sizes, variant, seen, groups) for name, variant in variants(sizes).items()}
+    every = variants(sizes)
+    steps = {name: _Step(arch, sizes, every[name], seen, groups) for name in names or every}
+    first = next(iter(steps))
     memory, gradients = {}, {}
-    progress("warm-up: plain")
-    steps["plain"].run()  # what a process makes once (random states, caches) is no step's
+    progress(f"warm-up: {first}")
+    steps[first].run()  # what a process makes once (random states, caches) is no step's
     for name, step in steps.items():
         memory[name], gradients[name] = step.measure()
         mib = [bytes_ / 2**20 for bytes_ in (memory[name].peak, memory[name].device_peak)]
@@ -134,7 +158,7 @@ def bench_stream(
             memory[name].peak,
             memory[name].device_peak,
             statistics.median(seconds[name]),
-            _largest_difference(gradients[name], gradients["plain"]),
+            _largest_difference(gradients[name], gradients[first]),
         )
         for name in steps
     ]
@@ -201,8 +225,8 @@ def _largest_difference(ours: dict[str, Tensor], reference: dict[str, Tensor]) -
 
 
 def table(results: Sequence[Result]) -> str:
-    """Results for a person, with ratios to full recompute."""
-    base = next(r for r in results if r.variant == "recompute")
+    """Results for a person, with ratios to full recompute (or to the first variant where it is left out)."""
+    base = next((r for r in results if r.variant == "recompute"), results[0])
     lines = [f"{'variant':20}{'peak MiB':>10}{'device MiB':>12}{'ratio':>8}{'seconds':>9}{'ratio':>8}{'grad diff':>11}"]
     lines += [
         f"{r.variant:20}{r.peak_bytes / 2**20:10.1f}{r.device_peak_bytes / 2**20:12.1f}"
