@@ -125,6 +125,13 @@ def noise_fits_objective(config: RunConfig, arch: Architecture, world: int) -> I
         yield f"noise.draws = {config.noise.draws}: coupled draws come in pairs; allowed: even numbers"
 
 
+def causal_responses_end(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    """Behind EOS a causal model was not asked; scoring that filling would be neither on-policy nor an answer."""
+    filled = config.rollout.stop_at_eos or config.objective.name == "sft"
+    if arch.attention == "causal" and filled and config.objective.score_eos == "all":
+        yield "objective.score_eos = all: what follows a causal model's first EOS was never sampled; allowed: first"
+
+
 def token_ids_known(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
     """Conversion does without them; a run ends responses and, unless the model is causal, hides tokens."""
     needed = [("eos_token_id", arch.eos_id), ("mask_token_id", arch.mask_id)]
@@ -203,6 +210,7 @@ RULES: tuple[Rule, ...] = (
     prompts_divisible,
     groups_compare,
     noise_fits_objective,
+    causal_responses_end,
     token_ids_known,
     learning_rate_decays_down,
     optimizer_precision,

@@ -71,7 +71,7 @@ class RolloutConfig(Section):
     max_prompt: PositiveInt | None = Field(None, description="tokens; default: what the model's positions leave")
     overlong: Literal["drop", "truncate", "refuse"] = "drop"
     row_tokens: PositiveInt = Field(
-        8192, description="packed tokens of one forward; causal, block-causal: of a key/value cache"
+        8192, description="packed tokens of one forward; slots of the key/value cache where there is one"
     )
     record: str | None = Field(None, description="folder to write every step's rollouts to")
     replay: str | None = Field(None, description="folder of recorded rollouts to train on instead of sampling")

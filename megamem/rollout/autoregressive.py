@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 
-from megamem.errors import UserError
 from megamem.layout.packing import Draws, draws
 from megamem.models.gpt import SampleHead
 from megamem.models.row import Row
@@ -26,13 +25,8 @@ def sample(runner: Runner, requests: Sequence[Request], decoding: Decoding) -> l
     Every response has `gen_length` tokens. Where `stop_at_eos` ends one early, the rest is EOS. Sequences are decoded
     together as far as their keys and values fit into `row_tokens` slots. `block_length`, `steps` and `remasking` are
     not read: a causal model has no such choice.
-
-    Raises:
-        UserError: a prompt without tokens; each token is predicted from the one before it.
     """
-    empty = next((r.problem for r in requests if not r.prompt), None)
-    if empty is not None:
-        raise UserError(f"problem {empty!r}: its prompt has no tokens; a causal model needs at least one to begin from")
+    assert all(r.prompt for r in requests), "the first token is predicted from a prompt's last (Prepared.prompt_ids)"
     how = draws(runner.attention, shifted=True, share=True)
     canvases: list[Canvas] = []
     for batch in batches(requests, how, decoding.gen_length, decoding.row_tokens):

@@ -12,7 +12,7 @@ Sampler = Callable[[Runner, Sequence[Request], Decoding], list[Rollout]]
 # By the names of `layout.packing.SEQUENCE_LAYOUTS`.
 SAMPLERS: dict[str, Sampler] = {
     "full": sampler.sample,
-    "prefix_lm": sampler.sample,
+    "prefix_lm": block.sample,
     "causal": autoregressive.sample,
     "block": block.sample,
 }

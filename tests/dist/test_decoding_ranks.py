@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from megamem.convert.source import RandomSource
 from megamem.convert.weights import load_weights
-from megamem.layout.layout import CAUSAL, block, rows
+from megamem.layout.layout import CAUSAL, FULL, block, rows
+from megamem.layout.trees import shared_prefix
 from megamem.models.build import build_model
 from megamem.models.gpt import LogitsHead
 from megamem.models.row import Row, RowParams
@@ -20,6 +21,7 @@ from megamem.models.runner import Runner, StreamedPipeline
 from megamem.models.spec import find_spec
 from megamem.platform.groups import connect_stages
 from megamem.platform.rng import derive_seed, uniform_hash
+from megamem.rollout import sampler
 from megamem.rollout.registry import sample
 from megamem.rollout.remask import transfer_counts
 from megamem.rollout.rollout import Request
@@ -37,10 +39,17 @@ GRIDS = [
     Grid(data=2),
     Grid(tensor=2, pipeline=2, sequence=True),
 ]
+STREAMED = Grid(pipeline=2)
 SEED, STEP, EOS = 7, 3, 15
 TINY = {"vocab_size": 23, "intermediate_size": 24, "initializer_range": 0.4, "eos_token_id": EOS}
-CONFIGS = {"causal": qwen_config("qwen3", **TINY), "block": qwen_config("sdar", **TINY | {"mask_token_id": 22})}
-# (blocks or not, temperature, steps of a response of 8 tokens, remasking, stop at EOS, slots of the cache)
+MASKED = TINY | {"mask_token_id": 22}
+CONFIGS = {
+    "causal": qwen_config("qwen3", **TINY),
+    "block": qwen_config("sdar", **MASKED),
+    "prefix_lm": qwen_config("a2d-qwen3", **MASKED),
+    "prefix_lm shifted": qwen_config("Dream", **MASKED),
+}
+# (model, temperature, steps of a response of 8 tokens, remasking, stop at EOS, slots of the cache)
 DECODINGS = {
     "causal greedy": ("causal", 0.0, 4, "low_confidence", True, 1000),
     "causal sampled": ("causal", 1.0, 4, "low_confidence", True, 60),
@@ -49,6 +58,8 @@ DECODINGS = {
     "block sampled": ("block", 1.0, 6, "low_confidence", True, 60),
     "block random": ("block", 1.0, 8, "random", False, 60),
     "block in one step": ("block", 1.0, 2, "entropy", True, 1000),
+    "prefix_lm sampled": ("prefix_lm", 1.0, 6, "low_confidence", True, 60),
+    "prefix_lm shifted": ("prefix_lm shifted", 1.0, 4, "entropy", True, 1000),
 }
 # Groups of two and three samples, among them one prompt that comes back, one of one token, one of whole blocks.
 PROMPTS = [((9, 8, 7, 6, 4), 3), ((11,), 2), ((1, 2, 3, 4, 6, 7, 8, 9), 3), ((9, 8, 7, 6, 4), 2), ((12, 13, 14), 1)]
@@ -61,10 +72,9 @@ LENGTH = 8
 # --- the plain loops ------------------------------------------------------------------------------------------------
 
 
-def logits_of(runner, ids, relation):
+def logits_of(runner, ids, layout):
     """Logits `[L, V]` of one sequence as a whole row; on one process."""
-    row = Row(torch.tensor(ids), RowParams(layout=rows([len(ids)], relation)), None, LogitsHead())
-    return runner.forward([row])[0]
+    return runner.forward([Row(torch.tensor(ids), RowParams(layout=layout), None, LogitsHead())])[0]
 
 
 def choose(logits_LV, key_L, temperature, mask_id):
@@ -82,7 +92,7 @@ def plain_causal(runner, request, d):
     ids = list(request.prompt)
     key = derive_seed(SEED, "sample", STEP, request.problem, request.sample)
     for _ in range(LENGTH):
-        logits_1V = logits_of(runner, ids, CAUSAL)[-1:]
+        logits_1V = logits_of(runner, ids, rows([len(ids)], CAUSAL))[-1:]
         token_1, _ = choose(logits_1V, torch.tensor([len(ids)]) + key, d.temperature, None)
         ids.append(int(token_1))
         if d.stop_at_eos and ids[-1] == EOS:
@@ -92,18 +102,34 @@ def plain_causal(runner, request, d):
 
 
 def plain_block(runner, request, d):
-    size, mask_id, begin = d.block_length, d.mask_id, len(request.prompt)
+    begin, size = len(request.prompt), d.block_length
+    length = begin + LENGTH
+    spans = [(start, min(start + size, length)) for start in range(begin // size * size, length, size)]
+    return plain_denoise(runner, request, d, spans, lambda stop: rows([stop], block(size)), lambda block: EOS in block)
+
+
+def plain_prefix_lm(runner, request, d):
+    """A shifted model's last prompt token goes with the response, as in training."""
+    begin, shifted = len(request.prompt), runner.model.shifted_logits
+    layout = shared_prefix([(begin - shifted, [LENGTH + shifted])], FULL)
+    spans = [(start, start + d.block_length) for start in range(begin, begin + LENGTH, d.block_length)]
+    return plain_denoise(runner, request, d, spans, lambda stop: layout, lambda block: block[-1] == EOS)
+
+
+def plain_denoise(runner, request, d, spans, layout_of, ends):
+    mask_id, begin, shifted = d.mask_id, len(request.prompt), runner.model.shifted_logits
     canvas = [*request.prompt, *[mask_id] * LENGTH]
-    counts = transfer_counts(size, d.steps * size // LENGTH)
-    for number, start in enumerate(range(begin // size * size, len(canvas), size)):
-        stop = min(start + size, len(canvas))
+    counts = transfer_counts(d.block_length, d.steps * d.block_length // LENGTH)
+    for number, (start, stop) in enumerate(spans):
+        layout = layout_of(stop)
         for turn, count in enumerate(counts):
             masked = [i for i in range(start, stop) if canvas[i] == mask_id]
             if not masked:
                 break
             key = derive_seed(SEED, "sample", STEP, request.problem, request.sample, number, turn)
-            key_L = torch.arange(stop) + key
-            token_L, p_LV = choose(logits_of(runner, canvas[:stop], block(size)), key_L, d.temperature, mask_id)
+            logits_LV = logits_of(runner, canvas[: layout.length], layout).roll(int(shifted), 0)
+            key_L = torch.arange(layout.length) + key
+            token_L, p_LV = choose(logits_LV, key_L, d.temperature, mask_id)
             worth = {
                 "low_confidence": p_LV.gather(-1, token_L[:, None])[:, 0],
                 "entropy": torch.special.xlogy(p_LV, p_LV).sum(-1),
@@ -111,26 +137,37 @@ def plain_block(runner, request, d):
             }[d.remasking]
             for i in sorted(masked, key=lambda i: -float(worth[i]))[:count]:
                 canvas[i] = int(token_L[i])
-        if d.stop_at_eos and EOS in canvas[max(start, begin) : stop]:
+        if d.stop_at_eos and ends(canvas[max(start, begin) : stop]):
             canvas[stop:] = [EOS] * (len(canvas) - stop)
             break
     return tuple(canvas[begin:])
 
 
-PLAIN = {"causal": plain_causal, "block": plain_block}
+PLAIN = {
+    "causal": plain_causal,
+    "block": plain_block,
+    "prefix_lm": plain_prefix_lm,
+    "prefix_lm shifted": plain_prefix_lm,
+}
 
 
 # --- what runs on the processes -------------------------------------------------------------------------------------
 
 
+def decodings(grid):
+    """Every one on one process; where only the grid is new, one of each model."""
+    return [name for name in DECODINGS if grid == ONE or "sampled" in name.split()[-1] or "shifted" in name]
+
+
 def job(ranks):
     cases = Cases(ranks)
     for grid in GRIDS:
-        found = {f"{name} {grid}": (decode, (name, grid.sequence)) for name in DECODINGS}
-        if grid == Grid(pipeline=2):
-            found |= {f"{name} {grid} streamed": (decode, (name, False, True)) for name in DECODINGS}
+        found = {f"{name} {grid}": (decode, (name, grid.sequence)) for name in decodings(grid)}
+        if grid == STREAMED:
+            found |= {f"{name} {grid} streamed": (decode, (name, False, True)) for name in decodings(grid)}
         cases.run(grid, found)
     plain = {f"plain {name}": (decode_plainly, (name,)) for name in DECODINGS}
+    plain["without a cache"] = (decode_without_cache, ("prefix_lm sampled",))
     cases.run(ONE, plain | {f"tokens {name}": (tokens_run, (name,)) for name in ("causal", "block")})
     return cases.results, cases.errors, cases.seconds
 
@@ -144,7 +181,8 @@ def build(groups, attention, sequence=False, streamed=False):
     model = build_model(arch, groups, torch.float64, sequence, stream=stream)
     load_weights(model, maps, arch, RandomSource(maps, arch, 1), groups)
     pipeline = StreamedPipeline(connect_stages(groups)) if streamed else None
-    return Runner(model, groups, arch.sequence_attention, pipeline), arch
+    how = "prefix_lm" if attention.startswith("prefix_lm") else arch.sequence_attention
+    return Runner(model, groups, how, pipeline), arch
 
 
 def decoding(name, arch):
@@ -168,6 +206,11 @@ def decode_plainly(groups, name):
     attention = DECODINGS[name][0]
     runner, arch = build(groups, attention)
     return [list(PLAIN[attention](runner, request, decoding(name, arch))) for request in REQUESTS]
+
+
+def decode_without_cache(groups, name):
+    runner, arch = build(groups, DECODINGS[name][0])
+    return [list(rollout.response) for rollout in sampler.sample(runner, REQUESTS, decoding(name, arch))]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -198,13 +241,17 @@ def outcome():
     return Outcome(run_ranks(job, 4))
 
 
-CASES = [(name, f"{name} {grid}") for grid in GRIDS for name in DECODINGS]
-CASES += [(name, f"{name} {Grid(pipeline=2)} streamed") for name in DECODINGS]
+CASES = [(name, f"{name} {grid}") for grid in GRIDS for name in decodings(grid)]
+CASES += [(name, f"{name} {STREAMED} streamed") for name in decodings(STREAMED)]
 
 
 @pytest.mark.parametrize(("name", "case"), CASES, ids=[case for _, case in CASES])
 def test_cached_decoding_equals_the_plain_loop(outcome, name, case):
     assert outcome[case] == outcome[f"plain {name}"]
+
+
+def test_prefix_lm_needs_no_cache(outcome):
+    assert outcome["prefix_lm sampled " + str(ONE)] == outcome["without a cache"]
 
 
 def test_the_cases_say_something(outcome):

@@ -141,7 +141,8 @@ def test_dump_and_load(tmp_path):
     assert load_config(tmp_path / "config.yaml", ["seed=8"]) == c.model_copy(update={"seed": 8})
 
 
-GRPO = ["objective.name=grpo", "noise.estimator=full", "noise.draws=1"]
+FIRST = "objective.score_eos=first"
+GRPO = ["objective.name=grpo", "noise.estimator=full", "noise.draws=1", FIRST]
 # One line per message of every rule: (rule, overrides, architecture, processes, what the message names).
 BROKEN = [
     ("world_divisible", ["parallel.tensor=2", "parallel.pipeline=3"], {}, 8,
@@ -172,10 +173,12 @@ BROKEN = [
      ["noise.estimator = iid_t", "objective.name = grpo", "allowed: full"]),
     ("noise_fits_objective", ["objective.name=grpo", "noise.estimator=full"], {}, 1,
      ["noise.draws = 16", "allowed: 1"]),
-    ("noise_fits_objective", ["objective.name=sft", "noise.draws=1"], {"attention": "causal"}, 1,
+    ("noise_fits_objective", ["objective.name=sft", "noise.draws=1", FIRST], {"attention": "causal"}, 1,
      ["noise.estimator = iid_t", "a causal model", "allowed: full"]),
-    ("noise_fits_objective", [], {"attention": "causal"}, 1, ["objective.name = bgpo", "causal", "grpo, sft"]),
+    ("noise_fits_objective", [FIRST], {"attention": "causal"}, 1, ["objective.name = bgpo", "causal", "grpo, sft"]),
     ("noise_fits_objective", ["noise.estimator=coupled", "noise.draws=3"], {}, 1, ["noise.draws = 3", "even"]),
+    ("causal_responses_end", [*GRPO, "objective.score_eos=all"], {"attention": "causal"}, 1,
+     ["objective.score_eos = all", "causal", "allowed: first"]),
     ("token_ids_known", [], {"mask_id": None}, 1, ["model.path = models/tiny", "no mask_token_id", "config.json"]),
     ("token_ids_known", [], {"eos_id": None}, 1, ["model.path = models/tiny", "no eos_token_id"]),
     ("learning_rate_decays_down", ["optimizer.min_lr=1"], {}, 1,
