@@ -164,6 +164,15 @@ def prefix_is_exact(config: RunConfig, arch: Architecture, world: int) -> Iterat
         )
 
 
+def prompt_masks_are_kept(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    seen = arch.attention if config.model.attention == "native" else config.model.attention
+    if config.objective.name == "diffu_grpo" and config.objective.prompt_mask and seen != "full":
+        yield (
+            f"objective.prompt_mask = {config.objective.prompt_mask}: with {seen} attention a prompt is computed "
+            "clean, for all its draws; allowed: 0 (or a fully bidirectional model)"
+        )
+
+
 def prefix_handle_streams(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
     by_unit = config.pipeline.schedule == "streamed" and config.stream.window == "stage"
     if config.prefix.form == "handle" and not by_unit:
@@ -215,6 +224,7 @@ RULES: tuple[Rule, ...] = (
     learning_rate_decays_down,
     optimizer_precision,
     prefix_is_exact,
+    prompt_masks_are_kept,
     prefix_handle_streams,
     one_source_of_rollouts,
     streams_fit,

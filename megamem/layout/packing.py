@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megamem.layout.layout import CAUSAL, FULL, Layout, block, prefix_lm, rows
-from megamem.layout.trees import Branch, Sight, Tree, shareable, tree_layout
+from megamem.layout.layout import CAUSAL, FULL, Layout, Relation, block, prefix_lm, rows
+from megamem.layout.trees import Branch, Tree, shareable, tree_layout
 
 Pair = tuple[int, int]  # prompt tokens, response tokens
 Share = Literal["none", "row", "handle"]
@@ -94,37 +94,37 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Draws:
+class DrawRules:
     """How draws become rows under one way of attending (see `draws`).
 
     Attributes:
-        sight: who sees whom.
+        relation: who sees whom in a tree (`trees.tree_layout`).
         prefix: prompt length -> tokens of it that a tree's branches share; the rest belongs to each branch.
         copies: a draw is a noisy copy beside the clean response (block-causal); else it is a branch itself.
         share: whether draws of one group have their prompt in common: in one tree per row; or, as a handle, in a row of
             its own that all rows of the group see.
     """
 
-    sight: Sight
+    relation: Relation
     prefix: Callable[[int], int]
     copies: bool
     share: Share
 
 
-def draws(attention: str, shifted: bool, share: Share) -> Draws:
+def draws(attention: str, shifted: bool, share: Share) -> DrawRules:
     """How draws of a model become rows.
 
     Args:
         attention: a name of `SEQUENCE_LAYOUTS`, with its length after a colon where it has one.
         shifted: a token is predicted at the row before it.
-        share: see `Draws`. A fully bidirectional prompt depends on its response: there is nothing to share.
+        share: see `DrawRules`. A fully bidirectional prompt depends on its response: there is nothing to share.
     """
     name, _, length = attention.partition(":")
     relation = {"full": FULL, "prefix_lm": FULL, "causal": CAUSAL}.get(name) or block(int(length))
     if name == "full":
         assert share == "none", "refused by config/rules.py"
-        return Draws(Sight(FULL, FULL), lambda prompt: 0, copies=False, share="none")
-    return Draws(Sight(relation, relation), lambda prompt: shareable(prompt, relation, shifted), name == "block", share)
+        return DrawRules(FULL, lambda prompt: 0, copies=False, share="none")
+    return DrawRules(relation, lambda prompt: shareable(prompt, relation, shifted), name == "block", share)
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class PackedDraws:
     prefix: int | None = None
 
 
-def pack_draws(units: Sequence[Unit], how: Draws, shape: RowShape) -> list[PackedDraws]:
+def pack_draws(units: Sequence[Unit], how: DrawRules, shape: RowShape) -> list[PackedDraws]:
     """Fill rows with draws in their order; a tree grows while its row has room, and is begun again in the next."""
     packed: list[list[list[list[int]]]] = []  # rows, trees, branches, units
     length = 0
@@ -175,7 +175,7 @@ def pack_draws(units: Sequence[Unit], how: Draws, shape: RowShape) -> list[Packe
         return _with_prefix_rows(rows_of_trees, packed, units, how, shape)
     lengths = _row_lengths([sum(tree.length for tree in trees) for trees in rows_of_trees], shape)
     return [
-        PackedDraws(trees, _frozen(row), _first(row), tree_layout(trees, how.sight).filled(length))
+        PackedDraws(trees, _frozen(row), _first(row), tree_layout(trees, how.relation).filled(length))
         for trees, row, length in zip(rows_of_trees, packed, lengths, strict=True)
     ]
 
@@ -183,7 +183,7 @@ def pack_draws(units: Sequence[Unit], how: Draws, shape: RowShape) -> list[Packe
 Branches = Sequence[Sequence[int]]
 
 
-def _tree(branches: Branches, units: Sequence[Unit], how: Draws) -> Tree:
+def _tree(branches: Branches, units: Sequence[Unit], how: DrawRules) -> Tree:
     prefix = how.prefix(units[branches[0][0]].prompt)
     lengths = [units[branch[0]].prompt - prefix + units[branch[0]].response for branch in branches]
     copies = [len(branch) * how.copies for branch in branches]
@@ -202,7 +202,7 @@ def _with_prefix_rows(
     rows_of_trees: Sequence[tuple[Tree, ...]],
     packed: Sequence[Sequence[Branches]],
     units: Sequence[Unit],
-    how: Draws,
+    how: DrawRules,
     shape: RowShape,
 ) -> list[PackedDraws]:
     """Rows of one tree each, every group's behind a row of its prefix."""
@@ -215,11 +215,11 @@ def _with_prefix_rows(
             if tree.prefix:
                 alone = (Tree(tree.prefix, ()),)
                 (length,) = _row_lengths([tree.prefix], shape)
-                layout = tree_layout(alone, how.sight).filled(length)
+                layout = tree_layout(alone, how.relation).filled(length)
                 handle = len(found)
                 found.append(PackedDraws(alone, ((),), (first,), layout))
         (length,) = _row_lengths([tree.length - tree.prefix], shape)
-        layout = tree_layout((tree,), how.sight).filled(tree.prefix + length)
+        layout = tree_layout((tree,), how.relation).filled(tree.prefix + length)
         found.append(PackedDraws((tree,), _frozen(row), (first,), layout, handle))
     return found
 

@@ -40,20 +40,6 @@ class Tree:
 
 
 @dataclass(frozen=True)
-class Sight:
-    """Who sees whom in a tree.
-
-    Attributes:
-        prefix: how the prefix sees itself.
-        branch: how a branch sees the prefix and itself. Noisy copies need a block relation: a noisy block sees the
-            clean blocks before it (and the prefix by the same rule), and itself.
-    """
-
-    prefix: Relation
-    branch: Relation
-
-
-@dataclass(frozen=True)
 class PlacedBranch:
     """Row indices at which the clean response and its copies begin."""
 
@@ -75,8 +61,12 @@ def place(trees: Sequence[Tree]) -> list[tuple[int, tuple[PlacedBranch, ...]]]:
     return placed
 
 
-def tree_layout(trees: Sequence[Tree], sight: Sight) -> Layout:
+def tree_layout(trees: Sequence[Tree], relation: Relation) -> Layout:
     """The row of these trees.
+
+    Args:
+        relation: how a prefix sees itself, and a branch its prefix and itself. Noisy copies need blocks: a noisy block
+            sees the clean blocks before it (and the prefix by the same rule), and itself.
 
     Raises:
         ValueError: sharing would not be exact (a block of the branch relation joins prefix and branch), or noisy
@@ -85,23 +75,23 @@ def tree_layout(trees: Sequence[Tree], sight: Sight) -> Layout:
     segments: list[Segment] = []
     edges: list[Edge] = []
     for tree in trees:
-        _refuse_inexact(tree, sight)
+        _refuse_inexact(tree, relation)
         prefix = None
         if tree.prefix:
             prefix = len(segments)
             segments.append(Segment(segments[-1].stop if segments else 0, tree.prefix))
-            edges.append(Edge(prefix, prefix, sight.prefix))
+            edges.append(Edge(prefix, prefix, relation))
         for branch in tree.branches:
             clean = len(segments)
             for copy in range(1 + branch.copies):
                 i = len(segments)
                 segments.append(Segment(segments[-1].stop if segments else 0, branch.length, tree.prefix))
-                sees = sight.branch if copy == 0 else strict_block(sight.branch.block, sight.branch.origin)
+                sees = relation if copy == 0 else strict_block(relation.block, relation.origin)
                 if prefix is not None:
                     edges.append(Edge(i, prefix, sees))
                 edges.append(Edge(i, clean, sees))
                 if copy:
-                    edges.append(Edge(i, i, own_block(sight.branch.block, sight.branch.origin)))
+                    edges.append(Edge(i, i, own_block(relation.block, relation.origin)))
     return Layout(tuple(segments), tuple(edges))
 
 
@@ -111,7 +101,7 @@ def shared_prefix(groups: Sequence[tuple[int, Sequence[int]]], relation: Relatio
     For `FULL` the prompt sees itself only (prefix-LM): another model than the fully bidirectional one.
     """
     trees = [Tree(prompt, tuple(Branch(n) for n in responses)) for prompt, responses in groups]
-    return tree_layout(trees, Sight(relation, relation))
+    return tree_layout(trees, relation)
 
 
 def block_diffusion(groups: Sequence[tuple[int, Sequence[tuple[int, int]]]], size: int, origin: int = 0) -> Layout:
@@ -121,7 +111,7 @@ def block_diffusion(groups: Sequence[tuple[int, Sequence[tuple[int, int]]]], siz
     """
     trees = [Tree(prompt, tuple(Branch(*b) for b in branches)) for prompt, branches in groups]
     relation = Relation(Kind.BLOCK, size, origin)
-    return tree_layout(trees, Sight(relation, relation))
+    return tree_layout(trees, relation)
 
 
 def shareable(prompt: int, branch: Relation, shifted: bool) -> int:
@@ -133,8 +123,10 @@ def shareable(prompt: int, branch: Relation, shifted: bool) -> int:
         shifted: a token is predicted at the row before it: then the last prompt token predicts each response's first
             one, and every branch carries it.
     """
-    whole = prompt - (prompt - branch.origin) % branch.block if branch.kind is Kind.BLOCK else prompt
-    return max(min(whole, prompt - 1) if shifted else whole, 0)
+    end = prompt - shifted
+    if branch.kind is Kind.BLOCK:
+        end -= (end - branch.origin) % branch.block
+    return max(end, 0)
 
 
 def repeated(trees: Sequence[Tree]) -> list[Tree]:
@@ -165,8 +157,7 @@ def shared_index(trees: Sequence[Tree]) -> list[int]:
     return index
 
 
-def _refuse_inexact(tree: Tree, sight: Sight) -> None:
-    relation = sight.branch
+def _refuse_inexact(tree: Tree, relation: Relation) -> None:
     blocks = relation.kind is Kind.BLOCK
     if any(b.copies for b in tree.branches) and not blocks:
         raise ValueError(f"noisy copies need a block relation, not {relation.kind.value}")

@@ -95,8 +95,7 @@ class DiffusionGPT(GPTModel):
             Hidden states `[S or S/tp, 1, H]` for the next stage, or what the head returns.
         """
         row.grid = self.chunk_grid(row)
-        if self.post_process and row.grid is not None and isinstance(head, LogProbHead):
-            row.idle = self.head_steps(row, position_T, head).idle()
+        row.idle = self.idle_chunks(row, position_T, head)
         hidden_SBH = self.embed(ids_BS, row) if self.pre_process else None
         hidden_SBH = self.decoder(hidden_states=hidden_SBH, attention_mask=None, packed_seq_params=row)
         return self.predict(hidden_SBH, row, position_T, head) if self.post_process else hidden_SBH
@@ -112,6 +111,12 @@ class DiffusionGPT(GPTModel):
         parts = self.vocab.axis.size if self.config.sequence_parallel else 1
         return ChunkGrid(row.layout.length, self.stream.chunk_tokens, parts, start)
 
+    def idle_chunks(self, row: RowParams, position_T: Tensor | None, head: Head) -> frozenset[int]:
+        """Chunks of the row whose final hidden states the head does not need; known on the last stage only."""
+        if not self.post_process or row.grid is None or not isinstance(head, LogProbHead):
+            return frozenset()
+        return self.head_steps(row, position_T, head).idle()
+
     def embed(self, ids_BS: Tensor, row: RowParams) -> Tensor:
         """Embeddings `[S or S/tp, 1, H]` in the order of the row's grid; first stage only."""
         positions_BS = torch.tensor([row.layout.positions()[-ids_BS.size(1) :]], device=ids_BS.device)
@@ -121,12 +126,13 @@ class DiffusionGPT(GPTModel):
         return self.embedding(input_ids=ids_BS, position_ids=positions_BS)
 
     def embedding_gradient(
-        self, ids_C: Tensor, position_C: Tensor, dx_CBH: Tensor, gathered: bool, gradients: GradientSums
+        self, ids_C: Tensor, position_C: Tensor | None, dx_CBH: Tensor, gathered: bool, gradients: GradientSums
     ) -> None:
         """Add the embeddings' gradient of some tokens, row by row (autograd's would be as large as the vocabulary).
 
         Args:
-            ids_C, position_C: of the tokens.
+            ids_C: of the tokens.
+            position_C: of the tokens, for a model with learned positions.
             dx_CBH: gradient of their embeddings, or of this rank's part of them if `gathered`.
             gathered: ranks of the tensor-parallel group hold parts in order.
         """
@@ -178,6 +184,8 @@ class DiffusionGPT(GPTModel):
     def _select(self, hidden_SBH: Tensor, position_T: Tensor | None, grid: ChunkGrid | None) -> Tensor:
         """Hidden states `[T, H]`, replicated; backward sums the vocabulary shards' parts over ranks."""
         group = self.pg_collection.tp
+        if grid is not None and position_T is not None:
+            position_T = position_T - grid.start
         if grid is not None and grid.parts > 1:
             place_S = torch.tensor(grid.order(), device=hidden_SBH.device).argsort()
             position_T = place_S if position_T is None else place_S[position_T]

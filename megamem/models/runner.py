@@ -6,6 +6,7 @@ megatron-core's own schedule or the streamed one.
 Shapes: S packed tokens, T positions the head needs.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from megamem.layout.packing import RowShape
 from megamem.models.gpt import LogProbHead
 from megamem.models.row import Row
-from megamem.models.stage import StagePass, Window, cut_row, unit_costs
+from megamem.models.stage import Loss, StagePass, Window, cut_row, unit_costs
 from megamem.ops.vocab import Samples
 from megamem.platform.groups import Groups, StageLinks
 from megamem.stream.pipeline import run_stage
@@ -25,9 +26,7 @@ from megamem.stream.schedule import choose_slack, stage_order
 from megamem.stream.simulate import check_deadlock
 from megamem.stream.trace import Event
 
-Report = dict[str, Tensor]
 R = TypeVar("R", bound=Row)
-Loss = Callable[[R, Tensor], tuple[Tensor, Report]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +79,7 @@ class Runner:
             return self._run_streamed(rows, lambda row, output: output, training=False)
         return self._run_megatron(rows, lambda row, output: output, training=False)
 
-    def forward_backward(self, rows: Sequence[R], loss: Loss, linear: bool = False) -> list[Report]:
+    def forward_backward(self, rows: Sequence[R], loss: Loss, linear: bool = False) -> list[dict[str, Any]]:
         """Forward and backward of every row; gradients add up in the parameters' buffers.
 
         Args:
@@ -91,7 +90,8 @@ class Runner:
                 then taken beforehand, and a streamed head makes one pass instead of two.
 
         Returns:
-            What was reported for every row, on the last stage; an empty list elsewhere.
+            What was reported for every row, on the last stage, in the order in which rows went backward; an empty list
+            elsewhere.
         """
         if self.pipeline is not None:
             return self._run_streamed(rows, loss, training=True, linear=linear)
@@ -131,15 +131,18 @@ class Runner:
         model, pp, pipeline = getattr(self.model, "module", self.model), self.groups.pp, self.pipeline
         cuts = [cut_row(model, row, pipeline.window) for row in rows]
         units = [len(cut.units) for cut in cuts]
-        costs = [cost.forward for cut in cuts for cost in unit_costs(model, cut)]
-        slack = pipeline.slack or choose_slack(units, costs)
-        prefixes = [cut.prefix for cut in cuts]
-        check_deadlock(units, pp.size, slack, prefixes=prefixes)
+        prefixes, slack = [cut.prefix for cut in cuts], pipeline.slack or 1
+        if pipeline.slack is None and pp.size > 1:
+            slack = choose_slack(units, [cost.forward for cut in cuts for cost in unit_costs(model, cut)])
+        if training and pp.size > 1:  # forwards alone cannot wait for each other
+            check_deadlock(units, pp.size, slack, prefixes=prefixes)
         stage = StagePass(self.model, rows, cuts, evaluate, training, linear)
         program = stage_order(units, pp.rank, pp.size, slack, not training, prefixes)
         device = self.groups.device.torch
-        events = run_stage(program, stage, pipeline.links, slack, model.config.params_dtype, device)
-        if training and pipeline.record is not None:
+        recording = training and pipeline.record is not None
+        clock = self.groups.device.time if recording else time.time
+        events = run_stage(program, stage, pipeline.links, slack, model.config.params_dtype, device, clock)
+        if recording:
             pipeline.record([replace(event, stage=pp.rank) for event in events])
         if training and model.config.finalize_model_grads_func is not None:
             model.config.finalize_model_grads_func([self.model], pg_collection=self.groups.collection)

@@ -28,7 +28,7 @@ from megamem.stream.simulate import UnitCost, layout_costs
 
 Window = Literal["layer", "stage"]
 # (row, what its head returns) -> (scalar to differentiate, what to report)
-Loss = Callable[[Any, Tensor], tuple[Tensor, Any]]
+Loss = Callable[[Any, Tensor], tuple[Tensor, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def cut_row(model: DiffusionGPT, row: Row, window: Window) -> Cut:
 
 
 def unit_costs(model: DiffusionGPT, cut: Cut) -> list[UnitCost]:
-    """Forward and backward work of a row's units in one layer, in multiply-adds of the whole model."""
+    """Forward and backward work of a row's units in one layer, in multiply-adds summed over tensor-parallel ranks."""
     c = model.config
     width = c.num_attention_heads * c.kv_channels
     attention = c.hidden_size * 2 * (width + c.num_query_groups * c.kv_channels)
@@ -163,8 +163,7 @@ class StagePass:
     def _begin(self, microbatch: int) -> _OpenMicrobatch:
         row, cut, model = self._rows[microbatch], self._cuts[microbatch], self._model
         row.params.grid = cut.grid
-        if model.post_process and isinstance(row.head, LogProbHead):
-            row.params.idle = model.head_steps(row.params, row.position_T, row.head).idle()
+        row.params.idle = model.idle_chunks(row.params, row.position_T, row.head)
         steps = [LayerSteps(layer, row.params) for layer in model.decoder.layers]
         prefix = None if row.prefix is None else self._open[row.prefix]
         alone = prefix is None and not self._readers[microbatch]
@@ -187,17 +186,18 @@ class StagePass:
 
     def _forward_layer(self, steps: LayerSteps, opened: OpenRow, unit: int, x: Tensor, by_layer: bool) -> Tensor:
         keep = self._training and steps.layer.stream.save == "input+attention"
+        if self._training:
+            opened.inputs[unit] = steps.layer.keep(x)  # first, so that a copy to the host runs beside the layer
         if by_layer:
             y, opened.attended = steps.forward(x, keep)
         else:
             y = torch.empty_like(x)
             steps.forward_unit(opened, unit, x, keep, y)
-        if self._training:
-            opened.inputs[unit] = steps.layer.keep(x)
         return y
 
     # Backward.
 
+    @torch.no_grad()
     def backward(self, microbatch: int, unit: int, dy: Tensor | None) -> Tensor | None:
         state, model = self._open[microbatch], self._model
         if model.post_process:
@@ -220,11 +220,14 @@ class StagePass:
 
     def _backward_embedding(self, state: _OpenMicrobatch, unit: int, dx_UBH: Tensor) -> None:
         grid, ids_S = state.cut.grid, state.row.ids_S
-        positions_S = torch.tensor(state.cut.layout.positions(), device=ids_S.device)
+        positions_S = None
+        if self._model.embedding.add_position_embedding:
+            positions_S = torch.tensor(state.cut.layout.positions(), device=ids_S.device)
         for i, dx_CBH in self._chunks(state, unit, dx_UBH):
             first, last = grid.spans()[i]
             ids_C = ids_S[first - grid.start : last - grid.start]
-            self._model.embedding_gradient(ids_C, positions_S[first:last], dx_CBH, grid.parts > 1, state.gradients)
+            position_C = None if positions_S is None else positions_S[first:last]
+            self._model.embedding_gradient(ids_C, position_C, dx_CBH, grid.parts > 1, state.gradients)
 
     def _backward_head(self, state: _OpenMicrobatch, unit: int) -> Tensor:
         """The gradient of a unit's hidden states before the last norm."""
@@ -267,7 +270,7 @@ class StagePass:
         parameters = [p for p in parameters if p.requires_grad]
         self._finished += 1
         last = self._finished == len(self._rows)
-        with nullcontext() if last or self._ddp is None else self._ddp.no_sync():
+        with torch.enable_grad(), nullcontext() if last or self._ddp is None else self._ddp.no_sync():
             state.gradients.as_root(parameters, parameters[0].device).backward()
 
     # Helpers.

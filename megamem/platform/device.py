@@ -1,5 +1,6 @@
 """The one place that names "cpu", "cuda", "gloo" and "nccl"."""
 
+import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,6 +31,11 @@ class Device:
         """Wait for queued work, so that a wall clock means something."""
         if not self.is_cpu:
             torch.cuda.synchronize(self.torch)
+
+    def time(self) -> float:
+        """Wall clock, in seconds, once queued work is done."""
+        self.synchronize()
+        return time.time()
 
     def peak_bytes(self) -> int:
         """Largest memory of this process so far: allocator peak on CUDA, resident set on CPU (bytes)."""

@@ -27,7 +27,7 @@ def sample(runner: Runner, requests: Sequence[Request], decoding: Decoding) -> l
     not read: a causal model has no such choice.
     """
     assert all(r.prompt for r in requests), "the first token is predicted from a prompt's last (Prepared.prompt_ids)"
-    how = draws(runner.attention, shifted=True, share=True)
+    how = draws(runner.attention, shifted=True, share="row")
     canvases: list[Canvas] = []
     for batch in batches(requests, how, decoding.gen_length, decoding.row_tokens):
         fill = [decoding.eos_id] * decoding.gen_length

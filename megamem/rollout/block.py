@@ -38,7 +38,7 @@ def sample(runner: Runner, requests: Sequence[Request], decoding: Decoding) -> l
     """
     name, _, length = runner.attention.partition(":")
     assert not length or int(length) == decoding.block_length, (runner.attention, decoding.block_length)
-    how = draws(runner.attention, runner.model.shifted_logits, share=True)
+    how = draws(runner.attention, runner.model.shifted_logits, share="row")
     denoising = _Denoising(runner, decoding, whole_response=name == "prefix_lm")
     canvases: list[Canvas] = []
     for batch in batches(requests, how, decoding.gen_length, decoding.row_tokens):

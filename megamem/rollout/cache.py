@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megamem.layout.layout import FULL, Layout, Relation, Segment
-from megamem.layout.packing import Draws
+from megamem.layout.packing import DrawRules
 from megamem.models.row import CacheAccess, KeyValueStore, RowParams
 from megamem.ops.attention_plan import LooseEdge, plan_edges
 from megamem.rollout.rollout import Request
@@ -51,7 +51,7 @@ class NewTokens:
     offsets: list[int]
 
 
-def batches(requests: Sequence[Request], how: Draws, gen_length: int, slots: int) -> Iterator[list[Request]]:
+def batches(requests: Sequence[Request], how: DrawRules, gen_length: int, slots: int) -> Iterator[list[Request]]:
     """Successive requests that fit into so many slots (at least one)."""
     batch: list[Request] = []
     prompts: set[tuple[int, ...]] = set()
@@ -78,7 +78,7 @@ class Cache:
         sequences: one for each canvas. The caller says by their `done` what need not be computed again.
     """
 
-    def __init__(self, canvases: Sequence[Canvas], how: Draws, multiple: int):
+    def __init__(self, canvases: Sequence[Canvas], how: DrawRules, multiple: int):
         """Args:
         canvases: with `ids` on the CPU, as long as they will ever be.
         how: what is shared, and who sees whom.
@@ -108,13 +108,13 @@ class Cache:
         """
         row = _Row(self._multiple)
         for ids, prefix in self._unwritten:
-            row.add(ids, prefix, None, 0, self._how.sight.prefix)
+            row.add(ids, prefix, None, 0, self._how.relation)
         self._unwritten = []
         offsets = []
         for sequence, stop in zip(sequences, stops, strict=True):
             ids = sequence.canvas.ids[sequence.done : stop]
             offsets.append(row.length - sequence.done)
-            row.add(ids, sequence.own, sequence.prefix, sequence.done, self._how.sight.branch)
+            row.add(ids, sequence.own, sequence.prefix, sequence.done, self._how.relation)
         row.fill(self._fillers)
         plan = plan_edges(row.edges, row.length, self._store.slots)
         access = CacheAccess(self._store, torch.tensor(row.slots, device=device), plan)

@@ -126,7 +126,7 @@ class OpenRow:
         self.dv_SGD[:tokens] += reader.dv_SGD[:tokens]
 
     def close(self) -> None:
-        """Let go of everything: the first unit has come back."""
+        """Let go of keys and values: the first unit has come back."""
         self.k_SGD = self.v_SGD = self.dk_SGD = self.dv_SGD = None
 
 
@@ -143,7 +143,7 @@ class LayerSteps:
         self.idle = row.idle if layer.layer_number == layer.config.num_layers else frozenset()
         attention = layer.self_attention
         first = (layer.input_layernorm, attention.linear_qkv, attention.q_layernorm, attention.k_layernorm)
-        self.head_parameters = _parameters(first)
+        self.projection_parameters = _parameters(first)
         self.tail_parameters = _parameters((attention.linear_proj, layer.pre_mlp_layernorm, layer.mlp))
 
     # The whole row, layer by layer.
@@ -217,7 +217,7 @@ class LayerSteps:
             x_CBH, qkv = graph or self._project_with_graph(x_UBH[part], i)
             grads = (queries.pop(i), row.dk_SGD[span], row.dv_SGD[span])
             grads = [g.to(t.dtype) for g, t in zip(grads, qkv, strict=True)]
-            dx_UBH[part] += gradients.backward(qkv, grads, (x_CBH,), self.head_parameters)[0]
+            dx_UBH[part] += gradients.backward(qkv, grads, (x_CBH,), self.projection_parameters)[0]
             del x_CBH, qkv, grads
 
     def _phase_a(
@@ -285,9 +285,10 @@ class _StreamedLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_SBH: Tensor, steps: LayerSteps, *parameters: nn.Parameter) -> Tensor:
         layer = steps.layer
+        kept_SBH = layer.keep(x_SBH)  # first, so that a copy to the host runs beside the layer
         y_SBH, attended = steps.forward(x_SBH, keep_attention=layer.stream.save == "input+attention")
         ctx.steps, ctx.parameters, ctx.device, ctx.chunks = steps, parameters, x_SBH.device, list(attended)
-        ctx.save_for_backward(layer.keep(x_SBH), *[t for pair in attended.values() for t in pair])
+        ctx.save_for_backward(kept_SBH, *[t for pair in attended.values() for t in pair])
         return y_SBH
 
     @staticmethod

@@ -26,9 +26,9 @@ def step_metrics(
     `reward`, `exact` (share of right responses), `length` (tokens up to the first EOS), `zero_variance` (share of
     groups without signal), `loss` (minus the objective; about 0 on-policy, watch the others), `elbo` (nats per
     response, mean over the draws that carry gradient), `log_ratio` (mean d, 0 on-policy), `grad_norm` (before clipping,
-    mean over updates), `lr`, `tokens_per_second` (of the update, over all ranks), `seconds`, `seconds_rollout`,
-    `seconds_update`,
-    `peak_memory_gib` (largest rank), and `part_*` the task's own numbers.
+    mean over updates), `lr`, `tokens` (that the updates ran, over all ranks: a shared prompt counts once),
+    `tokens_per_second` (of the updates), `seconds`, `seconds_rollout`, `seconds_update`, `peak_memory_gib` (largest
+    rank), and `part_*` the task's own numbers.
     """
     eos_id, group = run.prepared.model.arch.eos_id, max(1, len(batch.rollouts) // _prompt_count(run))
     silent = (batch.advantage_N.view(-1, group) == 0).all(-1).double()
@@ -54,6 +54,7 @@ def step_metrics(
         "log_ratio": ratio / max(draws, 1),
         "grad_norm": sum(norms) / len(norms),
         "lr": run.optimizer.param_groups[0]["lr"],
+        "tokens": tokens,
         "tokens_per_second": tokens / seconds["update"],
         "seconds": sum(seconds.values()),
         "seconds_rollout": seconds["rollout"],

@@ -1,7 +1,7 @@
 """One training step, top to bottom.
 
-rollout -> reward -> advantage -> noise -> (old log-probs only if off-policy) -> rows through megatron-core's
-forward-backward function -> finalize -> clip -> optimizer -> numbers to log.
+rollout -> reward -> advantage -> noise -> (old log-probs only if off-policy) -> rows through a schedule, megatron-core's
+or the streamed one -> finalize -> clip -> optimizer -> numbers to log.
 """
 
 import time

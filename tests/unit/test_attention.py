@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from megamem.layout.dense import dense_mask
 from megamem.layout.layout import CAUSAL, FULL, Edge, Layout, Segment, block, prefix_lm, rows, strict_block
-from megamem.layout.trees import Branch, Sight, Tree, tree_layout
+from megamem.layout.trees import Branch, Tree, tree_layout
 from megamem.ops import attention
 from megamem.ops.attention import attend, naive_attend
 from megamem.ops.attention_plan import plan_attention
@@ -75,8 +75,8 @@ LAYOUTS = {
     "many_blocks_of_a_suffix": prefix_lm([(5, 23)], block(2, 4)),
     "many_blocks_in_equal_rows": rows([16, 16, 3], block(2)),
     "many_strict_blocks": two_segments(19, 1, 26, 4, 3, 2),
-    "tree": tree_layout([Tree(4, (Branch(6, 3), Branch(2, 1))), Tree(0, (Branch(5, 2),))], Sight(block(4), block(4))),
-    "many_noisy_blocks": tree_layout([Tree(8, (Branch(21, 2), Branch(20, 2)))], Sight(block(2), block(2))),
+    "tree": tree_layout([Tree(4, (Branch(6, 3), Branch(2, 1))), Tree(0, (Branch(5, 2),))], block(4)),
+    "many_noisy_blocks": tree_layout([Tree(8, (Branch(21, 2), Branch(20, 2)))], block(2)),
     "fillers": prefix_lm([(3, 4), (2, 2)], CAUSAL).filled(16),
     # Queries before, among and behind the keys of another segment.
     "causal_offsets": Layout(

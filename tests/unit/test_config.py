@@ -187,6 +187,8 @@ BROKEN = [
      ["optimizer.warmup_steps = 401", "train.steps = 400"]),
     ("optimizer_precision", ["model.dtype=float64"], {}, 1, ["model.dtype = float64", "float32, bfloat16"]),
     ("prefix_is_exact", ["prefix.share=true"], {}, 1, ["prefix.share = true", "bidirectional", "prefix_lm"]),
+    ("prompt_masks_are_kept", ["objective.name=diffu_grpo", "noise.estimator=full", "noise.draws=1",
+     "model.attention=prefix_lm"], {}, 1, ["objective.prompt_mask = 0.15", "prefix_lm", "allowed: 0"]),
     ("prefix_handle_streams", ["prefix.form=handle"], {}, 1, ["prefix.form = handle", "streamed", "stage", "row"]),
     ("prefix_handle_streams", ["prefix.form=handle", "stream.layers=true", "pipeline.schedule=streamed",
      "stream.window=layer"], {}, 1, ["prefix.form = handle", "stream.window = stage"]),

@@ -12,9 +12,11 @@ from megamem.config.load import parse
 from megamem.config.schema import OptimizerConfig, ParallelConfig
 from megamem.models.build import build_model
 from megamem.ops import attention
-from megamem.plan.estimate import PARTS, Static, estimate, optimizer_bytes, stage_static
-from megamem.plan.growth import fit
-from megamem.plan.planner import Machines, make_plan, suggest, table
+from megamem.plan import estimate as planner_estimate
+from megamem.plan import planner
+from megamem.plan.estimate import PARTS, Estimate, Static, estimate, optimizer_bytes, stage_static
+from megamem.plan.growth import Growth, fit
+from megamem.plan.planner import Machines, Need, suggest, table
 from megamem.plan.step import Footprint, Job, WatchedStep
 from megamem.plan.units import parse_bytes
 from megamem.plan.variants import variants
@@ -28,32 +30,32 @@ from megamem.train.optim import build_optimizer, wrap_for_training
 from tests.helpers import llada_config, refused, shared, write_config
 
 ARCH = Architecture(
-    layers=3, hidden=64, ffn=160, heads=4, kv_heads=2, head_dim=16, vocab_rows=500, max_positions=4096,
+    layers=2, hidden=64, ffn=160, heads=4, kv_heads=2, head_dim=16, vocab_rows=500, max_positions=4096,
     mask_id=0, eos_id=1, pad_id=1,
 )  # fmt: skip
-OTHER = ARCH.model_copy(
-    update={"qk_norm": True, "qkv_bias": True, "tied_head": True, "positions": "learned", "layers": 2}
-)
+DEEPER = ARCH.model_copy(update={"layers": 3})
+OTHER = ARCH.model_copy(update={"qk_norm": True, "qkv_bias": True, "tied_head": True, "positions": "learned"})
 NOTHING = Static(0, 0, 0, 0)
 
 # variant, architecture, dtype, attention, chunk and head tokens, what is saved, row
 CASES = [
-    ("plain", ARCH, torch.float32, "full", (64, 64), "input", 320),
-    ("recompute", ARCH, torch.bfloat16, "causal", (64, 64), "input", 320),
-    ("recompute_streamed_head", ARCH, torch.float32, "full", (64, 32), "input", 320),
-    ("streamed", ARCH, torch.float32, "full", (64, 32), "input", 384),
-    ("streamed", ARCH, torch.bfloat16, "causal", (48, 48), "input", 400),
-    ("streamed", ARCH, torch.float32, "prefix_lm", (64, 64), "input+attention", 320),
-    ("streamed", OTHER, torch.float32, "full", (64, 64), "input", 300),
-    ("streamed_offload", ARCH, torch.bfloat16, "full", (64, 64), "input", 320),
-    ("streamed", ARCH, torch.float32, "full", (128, 64), "input", 100),
+    ("plain", DEEPER, torch.float32, "full", (64, 64), "input", 320),
+    ("recompute", DEEPER, torch.bfloat16, "causal", (64, 64), "input", 320),
+    ("recompute_streamed_head", ARCH, torch.float32, "full", (64, 32), "input", 256),
+    ("streamed", DEEPER, torch.float32, "full", (64, 32), "input", 320),
+    ("streamed", ARCH, torch.bfloat16, "block:48", (64, 48), "input", 260),
+    ("streamed", ARCH, torch.float32, "prefix_lm", (64, 64), "input+attention", 256),
+    ("streamed", OTHER, torch.float32, "causal", (64, 64), "input", 250),
+    ("streamed_offload", ARCH, torch.bfloat16, "full", (64, 64), "input", 256),
 ]
 
 
 @pytest.fixture(autouse=True)
 def small_blocks_of_keys(monkeypatch):
-    """Sizes are small here; so are attention's blocks of keys, or all rows would be shorter than one."""
+    """Sizes are small here; so are attention's blocks of keys, or all rows would be shorter than one, and the whole
+    rows that are faked."""
     monkeypatch.setattr(attention, "KEYS_AT_ONCE", 64)
+    monkeypatch.setattr(planner_estimate, "_WHOLE_ROWS", (128, 256))
 
 
 def job_of(arch, dtype, attention, **parallel):
@@ -98,12 +100,11 @@ def test_planned_is_measured(case):
 # variant, attention, degrees, layers on the stage, stage, rows, chunks of 64
 LARGER = [
     ("plain", "full", dict(tensor=2, sequence=True), 6, 0, 1, 9),
-    ("streamed", "causal", dict(tensor=2, sequence=True), 4, 0, 1, 6),
-    ("streamed_offload", "full", dict(), 4, 0, 1, 5),
+    ("streamed", "causal", dict(tensor=2, sequence=True), 4, 0, 1, 4),
     ("recompute", "full", dict(tensor=2, sequence=True, pipeline=4), 3, 0, 6, 9),
     ("recompute", "full", dict(pipeline=4), 3, 3, 6, 9),
     ("recompute", "full", dict(pipeline=4), 3, 0, 3, 9),
-    ("streamed", "full", dict(pipeline=3), 3, 0, 4, 4),
+    ("streamed", "full", dict(pipeline=3), 2, 0, 4, 2),
 ]
 
 
@@ -112,7 +113,7 @@ def test_extrapolated_is_faked_whole(case):
     name, attention, degrees, layers, stage, rows, chunks = case
     job = job_of(ARCH, torch.bfloat16, attention, **degrees).with_layers(layers)
     variant, tokens = variants(StreamOptions(64, 64))[name], 64 * chunks
-    found = estimate(job, variant, NOTHING, stage, rows, 32)
+    found = estimate(job, variant, NOTHING, stage, rows, 64)
     whole = faked(job, variant, tokens, stage, rows)
     assert max(found.grown(p, tokens) for p in PARTS) == pytest.approx(whole.peak(), rel=0.01)
     for name, size in {"saved": whole.saved, "host": whole.host, "backward": whole.peak("backward")}.items():
@@ -156,14 +157,21 @@ def test_optimizer_bytes_are_those_of_the_real_one(dtype, distributed):
 
 
 def test_longest_row_fits_and_the_next_does_not():
-    job = job_of(ARCH, torch.bfloat16, "full", tensor=2, sequence=True)
-    variant = variants(StreamOptions(64, 64))["streamed_offload"]
-    found = estimate(job, variant, stage_static(job, 0, 1), 0, 1, 32)
+    growth = {
+        "saved": Growth(((64, 6400.0), (128, 12800.0)), 2, layer=50.0),
+        "host": Growth(((64, 640.0), (128, 1280.0)), 2, layer=5.0),
+        ("backward", "here"): Growth(((64, 9000.0), (128, 15400.0)), 2, layer=50.0),
+    }
+    found = Estimate(0, Static(1000, 2000, 3000, 500), growth, layers=4, in_flight=1, more_rows=False, unit=2)
     for memory, host in ((10**8, 10**12), (10**12, 10**7)):
         longest = found.longest(memory, host)
         fits = [found.peak(s) <= memory and found.grown("host", s) <= host for s in (longest, longest + 2)]
         assert longest % 2 == 0 and fits == [True, False]
+    assert found.longest(10**8, 10**12) == (10**8 - 6000 - 2600) // 200 // 2 * 2
     assert found.longest(found.static.total, 10**12) == 0
+    need = Need([found], Machines(1, 10**8, 0, 10**12))
+    assert need.longest(64) == 64  # a learned table of positions ends
+    assert need.longest(None) == found.longest(10**8, 10**12)
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -171,7 +179,7 @@ def test_longest_row_fits_and_the_next_does_not():
 
 def settings(folder, *overrides):
     base = {"out": str(folder / "out"), "model": {"path": str(folder / "model")}, "task": "countdown"}
-    return parse(base, ["stream.chunk_tokens=16", "stream.head_tokens=8", "train.row_tokens=64", *overrides], "test")
+    return parse(base, ["stream.chunk_tokens=64", "stream.head_tokens=32", "train.row_tokens=64", *overrides], "test")
 
 
 def run_plan(config, **changes):
@@ -184,7 +192,7 @@ def run_plan(config, **changes):
 
 @pytest.fixture
 def model(tmp_path):
-    write_config(tmp_path / "model", llada_config(mlp_hidden_size=24))
+    write_config(tmp_path / "model", llada_config(mlp_hidden_size=24, n_layers=1))
     return tmp_path
 
 
@@ -198,28 +206,52 @@ def test_command_reports_every_variant_and_suggests(model):
         assert parts["total"] == pytest.approx(static + max(moving, parts["optimizer_step"]), abs=8)
     assert found["data"] == 2 and found["reserve_bytes"] == 4 * 10**9
     assert found["suggestion"].items() >= {"tensor": 1, "pipeline": 1, "data": 4, "offload": "none"}.items()
+    assert (found["schedule"], found["configured_schedule"]) == ("megatron", "megatron")
     text = table(found)
+    assert "pipeline.schedule" not in text
+    assert "pipeline.schedule=megatron" in table(found | {"configured_schedule": "streamed"})
     assert all(name in text for name in names) and "parallel.tensor=1" in text
 
 
-def test_suggestion_takes_more_parallelism_where_less_does_not_fit(model):
-    job = job_of(ARCH.model_copy(update={"layers": 4}), torch.float32, "full")
-    stream, tokens = StreamOptions(64, 64), 4096
+@pytest.fixture
+def by_formula(monkeypatch):
+    """The planner's search without its fake steps: 1000 bytes a token shared by all ranks, half of it offloadable, and
+    one for every token of a chunk; static bytes are 10^6 shared by all ranks. Returns what was estimated."""
+    asked = []
 
-    def peak(tensor, pipeline):
-        there = job_of(job.arch, torch.float32, "full", tensor=tensor, pipeline=pipeline, sequence=tensor > 1)
-        plan = make_plan(there, stream, machines(10**12), tokens, 1, None, lambda text: None)
-        return plan.needs["streamed"].worst(tokens).peak(tokens)
+    def estimate(job, variant, static, stage, rows, tokens):
+        asked.append((job.parallel.tensor, job.parallel.pipeline, rows))
+        size = 1000.0 * tokens / (job.parallel.tensor * job.parallel.pipeline)
+        moved = size / 2 if variant.stream.offload == "cpu" else 0.0
+        sizes = {("backward", "here"): size - moved + variant.stream.chunk_tokens, "host": moved}
+        growth = {name: Growth(((0, size),), 2) for name, size in sizes.items()}
+        return Estimate(stage, static, growth, 2, 1, False, 1)
 
-    def machines(memory, host=0):
-        return Machines(4, memory, 0, host)
+    monkeypatch.setattr(planner, "estimate", estimate)
+    share = lambda job: 10**6 // (job.parallel.tensor * job.parallel.pipeline)  # noqa: E731
+    monkeypatch.setattr(planner, "stage_static", lambda job, stage, data: Static(share(job), 0, 0, 0))
+    return asked
 
-    alone, split = peak(1, 1), peak(2, 1)
-    assert split < alone
-    chosen = suggest(job, stream, machines(int(split + 1000)), tokens, 1, lambda text: None)
-    assert (chosen["tensor"], chosen["offload"]) in {(1, "none"), (2, "none")} and chosen["peak_bytes"] <= split + 1000
-    assert (chosen["tensor"], chosen["pipeline"]) != (1, 1)
-    assert suggest(job, stream, machines(1000), tokens, 1, lambda text: None) is None
+
+@pytest.mark.parametrize(
+    ("memory", "host", "expected"),
+    [
+        (2_001_000, 10**9, dict(tensor=1, pipeline=1, data=4, offload="none", chunk_tokens=256)),
+        (2_000_100, 10**9, dict(tensor=1, pipeline=1, data=4, offload="none", chunk_tokens=64)),
+        (1_600_000, 10**9, dict(tensor=1, pipeline=1, data=4, offload="cpu", chunk_tokens=256)),
+        (1_600_000, 0, dict(tensor=1, pipeline=2, data=2, offload="none", chunk_tokens=256)),
+        (501_000, 0, dict(tensor=1, pipeline=4, data=1, offload="none", chunk_tokens=256)),
+        (300_000, 0, None),
+    ],
+)
+def test_suggestion_takes_more_parallelism_where_less_does_not_fit(by_formula, memory, host, expected):
+    job, machines = job_of(ARCH.model_copy(update={"layers": 4}), torch.float32, "full"), Machines(4, memory, 0, host)
+    chosen = suggest(job, StreamOptions(64, 64), machines, 1000, None, lambda text: None)
+    if expected is None:
+        assert chosen is None
+    else:
+        assert {key: chosen[key] for key in expected} == expected and chosen["peak_bytes"] <= memory
+    assert all(rows == pipeline for _, pipeline, rows in by_formula)  # a pipeline is full
 
 
 @pytest.mark.parametrize(
@@ -243,7 +275,6 @@ def test_what_cannot_be_planned_is_refused(model, overrides, changes, named):
 def test_a_learned_table_of_positions_ends(model):
     write_config(model / "model", llada_config(mlp_hidden_size=24, rope=False))
     assert "--tokens = 65" in refused(run_plan, settings(model), tokens=65)
-    assert max(run_plan(settings(model), tokens=64)["longest_tokens"].values()) == 64
 
 
 def test_sizes_as_people_write_them():

@@ -15,7 +15,7 @@ from megamem.config.schema import ParallelConfig
 from megamem.convert.weights import stage_parameters
 from megamem.layout.grid import ChunkGrid
 from megamem.layout.layout import CAUSAL, Layout, block, prefix_lm, rows
-from megamem.layout.trees import Branch, Sight, Tree, tree_layout
+from megamem.layout.trees import Branch, Tree, tree_layout
 from megamem.models.build import build_model
 from megamem.models.gpt import LogitsHead, LogProbHead
 from megamem.models.row import Row, RowParams
@@ -56,7 +56,7 @@ LAYOUTS = {
     "prefix_full": prefix_lm([(3, 8), (1, 1), (9, 5)]),
     "prefix_causal": prefix_lm([(3, 8), (1, 1), (9, 5)], CAUSAL),
     "block_diffusion": block_diffusion(5, 6, 4, 2),
-    "tree": tree_layout([Tree(4, (Branch(6, 2), Branch(3, 1))), Tree(0, (Branch(2, 2),))], Sight(block(4), block(4))),
+    "tree": tree_layout([Tree(4, (Branch(6, 2), Branch(3, 1))), Tree(0, (Branch(2, 2),))], block(4)),
     "fillers": rows([11, 9], CAUSAL).filled(25),
 }
 each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
