@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megamem.layout.packing import Draws, draws
+from megamem.layout.packing import DrawRules, draws
 from megamem.models.gpt import SampleHead
 from megamem.models.row import Row
 from megamem.models.runner import Runner
@@ -36,7 +36,7 @@ def sample(runner: Runner, requests: Sequence[Request], decoding: Decoding) -> l
     return [canvas.rollout() for canvas in canvases]
 
 
-def _decode(canvases: Sequence[Canvas], how: Draws, runner: Runner, decoding: Decoding) -> None:
+def _decode(canvases: Sequence[Canvas], how: DrawRules, runner: Runner, decoding: Decoding) -> None:
     device = runner.groups.device.torch
     cache = Cache(canvases, how, runner.row_shape(decoding.row_tokens).multiple)
     key_of = {canvas: canvas.key(decoding) for canvas in canvases}

@@ -1,6 +1,6 @@
 """One training step, top to bottom.
 
-rollout -> reward -> advantage -> noise -> (old log-probs only if off-policy) -> rows through a schedule, megatron-core's
+rollout -> reward -> advantage -> noise -> (old log-probs only if off-policy) -> rows through megatron-core's schedule
 or the streamed one -> finalize -> clip -> optimizer -> numbers to log.
 """
 
