@@ -130,8 +130,9 @@ def bench_stream(
     heads: Annotated[int, typer.Option(min=1)] = 8,
     vocab: Annotated[int, typer.Option(min=1)] = 32000,
     attention: Annotated[str, typer.Option(help="full, causal or block:N")] = "full",
-    chunk_tokens: Annotated[int, typer.Option(min=1)] = 512,
+    chunk_tokens: Annotated[int, typer.Option(min=1)] = 256,
     head_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    variants: Annotated[str, typer.Option(help="a comma-separated list; default: all")] = "",
     repeats: Annotated[int, typer.Option(min=1, help="timed rounds; the median is told")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
@@ -142,9 +143,10 @@ def bench_stream(
     if vocab % 128:  # the stock head gives the padding of the last rows a probability, ours does not
         raise UserError(f"--vocab = {vocab} must be a multiple of 128")
     stream.relation(attention)
+    names = stream.chosen_variants(variants)
     sizes = stream.Sizes(tokens, layers, hidden, ffn, heads, vocab, chunk_tokens, head_tokens)
     with _alone() as groups:
-        results = stream.bench_stream(sizes, attention, groups, repeats, _tell)
+        results = stream.bench_stream(sizes, attention, groups, repeats, _tell, names)
     print(json.dumps(stream.as_json(results, sizes, attention)) if as_json else stream.table(results))
 
 
@@ -173,11 +175,55 @@ def bench_bgpo(
     print(json.dumps(bgpo.as_json(results, sizes)) if as_json else bgpo.table(results))
 
 
+@bench_app.command("prefix")
+def bench_prefix(
+    prefix: Annotated[int, typer.Option(min=1, help="tokens of the prompt")] = 2048,
+    suffix: Annotated[int, typer.Option(min=1, help="tokens of a response")] = 64,
+    group: Annotated[int, typer.Option(min=1, help="responses")] = 8,
+    draws: Annotated[int, typer.Option(min=1, help="noisy copies of a response (block-causal models)")] = 1,
+    block: Annotated[
+        int | None, typer.Option(min=0, help="tokens of a block; 0: causal; default: 0 for one draw, 32 for more")
+    ] = None,
+    layers: Annotated[int, typer.Option(min=1)] = 4,
+    hidden: Annotated[int, typer.Option(min=1)] = 512,
+    ffn: Annotated[int, typer.Option(min=1)] = 1536,
+    heads: Annotated[int, typer.Option(min=1)] = 8,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="default: heads")] = None,
+    vocab: Annotated[int, typer.Option(min=3)] = 2048,
+    row_tokens: Annotated[int, typer.Option(min=1, help="of a row, at most")] = 32768,
+    chunk_tokens: Annotated[int, typer.Option(min=1)] = 512,
+    head_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    variants: Annotated[str, typer.Option(help="a comma-separated list; default: all")] = "",
+    repeats: Annotated[int, typer.Option(min=1, help="timed rounds; the median is told")] = 3,
+    count_only: Annotated[bool, typer.Option("--count-only", help="operations from the layouts; runs nothing")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """A step on one prompt and its responses: repeated, Prefix Grouper's package (if installed), shared."""
+    from megamem.bench import prefix as bench
+
+    _check_heads(hidden, heads)
+    names = bench.chosen_variants(variants)
+    block = (32 if draws > 1 else 0) if block is None else block
+    sizes = bench.Sizes(
+        prefix, suffix, group, draws, block, layers, hidden, ffn, heads, kv_heads or heads, vocab,
+        row_tokens, chunk_tokens, head_tokens,
+    )  # fmt: skip
+    if count_only:
+        flops = bench.count(sizes)
+        print(json.dumps(bench.count_as_json(flops, sizes)) if as_json else bench.count_table(flops))
+        return
+    with _alone() as groups:
+        results = bench.bench_prefix(sizes, groups, repeats, _tell, names)
+    print(json.dumps(bench.as_json(results, sizes)) if as_json else bench.table(results))
+
+
 @app.command()
 def plan(
     config: ConfigPath,
     overrides: Overrides = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="of the job; also suggests a layout for them")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="of the job; also suggests a layout for them (takes minutes)")
+    ] = None,
     gpus_per_node: Annotated[int, typer.Option(min=1)] = 8,
     gpu_memory: Annotated[str, typer.Option(help="of one GPU, e.g. 80GB or 79GiB")] = "80GB",
     reserve: Annotated[str, typer.Option(help="of it for context, communication and fragmentation")] = "4GB",
@@ -187,7 +233,10 @@ def plan(
     stage: Annotated[int | None, typer.Option(help="pipeline stage; default: the one that needs most")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Memory of a training step, part by part, and the longest row that fits; needs no weights and no GPU."""
+    """Memory of a training step, part by part, and the longest row that fits; needs no weights and no GPU.
+
+    Rows run under megatron-core's pipeline schedule, whatever pipeline.schedule says.
+    """
     settings = load_config(config, overrides or ())
     from megamem.cli.plan import plan_run
     from megamem.plan.planner import table
