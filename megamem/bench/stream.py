@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
-import torch.nn.functional as F
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 
 from megamem.config.architecture import Architecture
@@ -26,7 +24,7 @@ from megamem.models.gpt import Head, LogProbHead
 from megamem.models.llada import tensor_maps
 from megamem.models.row import Row, RowParams
 from megamem.models.runner import Runner, StreamedPipeline
-from megamem.ops.vocab import VocabShard
+from megamem.plan.variants import StockHead, Variant
 from megamem.platform.groups import Groups, StageLinks
 from megamem.platform.host import to_device, to_host
 from megamem.platform.memory import LiveStorages
@@ -58,25 +56,6 @@ class Result:
     device_peak_bytes: int
     seconds: float
     max_rel_grad_diff: float
-
-
-@dataclass(frozen=True)
-class Variant:
-    """How one variant is built."""
-
-    stream: StreamOptions | None = None
-    recompute: bool = False
-
-
-class StockHead:
-    """megatron-core's own: all logits, its vocabulary-parallel cross-entropy."""
-
-    def __init__(self, target_T: Tensor):
-        self.target_T = target_T
-
-    def __call__(self, hidden_TH: Tensor, weight_VH: Tensor, shard: VocabShard) -> Tensor:
-        logits_T1V = F.linear(hidden_TH, weight_VH)[:, None]
-        return -vocab_parallel_cross_entropy(logits_T1V, self.target_T[:, None])[:, 0]
 
 
 def variants(sizes: Sizes) -> dict[str, Variant]:

@@ -51,11 +51,11 @@ def plan_run(
         }
     )
     check(streamed, arch, machines.gpus, (world_divisible, model_divisible, streams_fit, optimizer_precision))
-    attention = arch.attention if config.model.attention == "native" else config.model.attention
+    attention = arch.sequence_attention if config.model.attention == "native" else config.model.attention
     job = Job(arch, DTYPES[config.model.dtype], parallel, attention)
     stream = StreamOptions(s.chunk_tokens, s.head_tokens, s.save)
-    tokens, rows = tokens or config.train.row_tokens, rows or parallel.pipeline
-    plan = make_plan(job, stream, machines, tokens, rows, stage, progress)
+    tokens = tokens or config.train.row_tokens
+    plan = make_plan(job, stream, machines, tokens, rows or parallel.pipeline, stage, progress)
     if gpus is not None:
         plan = replace(plan, suggestion=suggest(job, stream, machines, tokens, rows, progress) or {})
-    return as_json(plan)
+    return as_json(plan) | {"schedule": "megatron", "configured_schedule": config.pipeline.schedule}

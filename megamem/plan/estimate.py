@@ -13,7 +13,7 @@ from megamem.plan.variants import Variant
 from megamem.platform.fake import fake_groups, fake_tensors
 
 LONGEST = 2**40  # no row is longer
-_WHOLE_ROWS = (4096, 65536)  # a fake step of whole rows costs the same at any length
+_WHOLE_ROWS = (4096, 16384)  # longer rows take longer only for the lists of their positions
 
 
 @dataclass(frozen=True)

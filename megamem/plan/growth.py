@@ -13,6 +13,7 @@ layer of a stage is not like those after it. Below the first measured length, f 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from megamem.plan.step import Footprint, Place
 
@@ -68,6 +69,7 @@ def fit(
         in_flight: rows that the stage may hold at a time (1 on the last stage and without a pipeline).
         rows: rows of the step; more than 1 only matters to a pipeline.
     """
+    measure = cache(measure)
     base, short, middle = min(2, layers), lengths[0], lengths[-2]
     alone = {s: numbers(measure(s, base, 1)) for s in lengths}
     deeper = numbers(measure(middle, base + 1, 1)) if layers > base else alone[middle]

@@ -122,7 +122,7 @@ def check_length(arch: Architecture, tokens: int) -> None:
 
 
 def suggest(
-    job: Job, stream: StreamOptions, machines: Machines, tokens: int, rows: int, progress: Progress
+    job: Job, stream: StreamOptions, machines: Machines, tokens: int, rows: int | None, progress: Progress
 ) -> dict[str, Any] | None:
     """The first layout for all GPUs on which a streamed row of `tokens` fits.
 
@@ -130,6 +130,9 @@ def suggest(
     bubble), then without offload before with it. What is left is data parallel. Of the chunk sizes 1, 2 and 4 times the
     configured one, the largest that fits: larger chunks run fewer, better filled kernels. A rule of thumb about speed;
     bytes are those of the planner. None: nothing fits.
+
+    Args:
+        rows: micro-batches of a step and replica; None: as many as a layout has stages, so that all of them are filled.
     """
     for tensor, pipeline in _layouts(job.arch, machines):
         parallel = job.parallel.model_copy(
@@ -143,7 +146,7 @@ def suggest(
             continue
         for offload in ("none", "cpu"):
             progress(f"fake steps: tensor {tensor}, pipeline {pipeline}, offload {offload}")
-            chunk = _largest_chunk(there, replace(stream, offload=offload), statics, machines, tokens, rows)
+            chunk = _largest_chunk(there, replace(stream, offload=offload), statics, machines, tokens, rows or pipeline)
             if chunk is not None:
                 return {"tensor": tensor, "pipeline": pipeline, "data": data, **chunk, "offload": offload}
     return None
@@ -255,6 +258,11 @@ def table(found: Mapping[str, Any]) -> str:
             + (f"{_gb(host):>14}" if host else f"{'-':>14}")
         )
     lines.append("(host: at the longest row; ratio: to recompute)")
+    if found["configured_schedule"] != found["schedule"]:
+        lines.append(
+            "planned under megatron-core's schedule (pipeline.schedule=megatron); the streamed one, with "
+            "stream.window=stage, also keeps keys and values of all layers of the rows in flight"
+        )
     return "\n".join(lines + _suggestion_lines(found))
 
 

@@ -1,8 +1,9 @@
 """One training step of one rank, watched: how many bytes live in each part of it.
 
 The same code measures a real step and, inside `platform/fake.py: fake_tensors`, a step without data. It is the step of
-`train/`: the model, the wrapper with its gradient buffers, the rows through megatron-core's schedule. Left out is what
-needs values or a network: weights, and the reduction of gradients, which works inside their buffers.
+`train/`: the model, the wrapper with its gradient buffers, the rows through megatron-core's schedule (never the
+streamed one). Left out is what needs values or a network: weights, and the reduction of gradients, which works inside
+their buffers.
 """
 
 import sys
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from megamem.config.architecture import Architecture
 from megamem.config.schema import ParallelConfig
-from megamem.layout.packing import SEQUENCE_LAYOUTS
+from megamem.layout.packing import sequence_layout
 from megamem.models.build import build_model
 from megamem.models.gpt import DiffusionGPT, LogProbHead
 from megamem.models.row import Row, RowParams
@@ -38,7 +39,7 @@ class Job:
         arch: the whole model.
         dtype: of parameters and activations.
         parallel: degrees and switches.
-        attention: how a sequence attends (a name of `layout.packing.SEQUENCE_LAYOUTS`).
+        attention: how a sequence attends (see `layout.packing.sequence_layout`).
         prompt: tokens of a sequence's prompt (at most half of it), where attention distinguishes it.
     """
 
@@ -98,7 +99,7 @@ class _Watch(LiveStorages):
         self._operator = ""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self._operator = str(function)
+        self._operator = function
         return super().__torch_dispatch__(function, types, args, kwargs)
 
     def start(self) -> None:
@@ -164,7 +165,7 @@ class WatchedStep:
     def _row(self, tokens: int) -> Row:
         ids_S, target_T = (torch.zeros(tokens, dtype=torch.int64, device=self._groups.device.torch) for _ in range(2))
         prompt = min(self._job.prompt, tokens // 2)
-        layout = SEQUENCE_LAYOUTS[self._job.attention]([(prompt, tokens - prompt)])
+        layout = sequence_layout(self._job.attention, [(prompt, tokens - prompt)])
         head = StockHead(target_T) if self._variant.stream is None else LogProbHead(target_T)
         return Row(ids_S, RowParams(layout=layout), None, head)
 
