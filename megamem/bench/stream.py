@@ -59,13 +59,17 @@ class Result:
 
 
 def variants(sizes: Sizes) -> dict[str, Variant]:
-    """Every variant, in the order of the table."""
+    """Every variant, in the order of the table.
+
+    `streamed_attention` is for speed: its chunks have four times the tokens.
+    """
     stream = StreamOptions(sizes.chunk_tokens, sizes.head_tokens)
+    fast = StreamOptions(4 * sizes.chunk_tokens, 4 * sizes.head_tokens, "input+attention")
     return {
         "plain": Variant(),
         "recompute": Variant(recompute=True),
         "streamed": Variant(stream),
-        "streamed_attention": Variant(replace(stream, save="input+attention")),
+        "streamed_attention": Variant(fast),
         "streamed_offload": Variant(replace(stream, offload="cpu")),
     }
 
