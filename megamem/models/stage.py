@@ -273,7 +273,7 @@ class StagePass:
         with torch.enable_grad(), nullcontext() if last or self._ddp is None else self._ddp.no_sync():
             state.gradients.as_root(parameters, parameters[0].device).backward()
 
-    # Helpers.
+    # Parts of a unit.
 
     def _norm(self, hidden: Tensor) -> Tensor:
         return self._model.decoder.final_layernorm(hidden)
