@@ -10,7 +10,7 @@ seed="${SEED:-0}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 echo "== 1/4 a tiny Qwen3 without weights"
-[ -e "$run/tiny_qwen3/config.json" ] || python "$here/make_tiny_qwen3.py" "$run/tiny_qwen3"
+[ -e "$run/tiny_qwen3/config.json" ] || python "$here/make_tiny_model.py" "$run/tiny_qwen3" qwen3
 echo "== 2/4 supervised fine-tuning"
 [ -e "$run/hf_sft" ] || megamem train "$here/sft.yaml" out="$run/sft" model.path="$run/tiny_qwen3" seed="$seed"
 [ -e "$run/hf_sft" ] || megamem convert export "$run/sft" "$run/hf_sft"

@@ -10,7 +10,7 @@ seed="${SEED:-0}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 echo "== 1/4 a tiny SDAR without weights"
-[ -e "$run/tiny_sdar/config.json" ] || python "$here/make_tiny_sdar.py" "$run/tiny_sdar"
+[ -e "$run/tiny_sdar/config.json" ] || python "$here/../03_grpo_qwen3_prefix/make_tiny_model.py" "$run/tiny_sdar" sdar
 echo "== 2/4 supervised fine-tuning"
 [ -e "$run/hf_sft" ] || megamem train "$here/sft.yaml" out="$run/sft" model.path="$run/tiny_sdar" seed="$seed"
 [ -e "$run/hf_sft" ] || megamem convert export "$run/sft" "$run/hf_sft"

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from megamem.bench.measure import largest_difference
 from megamem.config.architecture import Architecture
 from megamem.config.schema import ParallelConfig
 from megamem.convert.source import RandomSource
@@ -182,7 +183,7 @@ def bench_bgpo(
     for variant, n in cases:  # a reference comes before what is compared with it
         peaks[variant, n], gradients[variant] = bench.measure(run[variant, n])
         reference = gradients[VARIANTS[variant].objective + "_retained"]
-        differences[variant, n] = _largest_difference(gradients[variant], reference)
+        differences[variant, n] = largest_difference(gradients[variant], reference)
         progress(f"memory: {variant} with {n} draws: {peaks[variant, n] / 2**20:.2f} MiB")
     seconds: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
     for turn in range(repeats):
@@ -204,10 +205,6 @@ def _sample(sizes: Sizes, draws: int, index: int) -> Sample:
     masked_DL[0], weight_D[0] = True, 1.0
     plan = dataclasses.replace(plan, masked_DL=masked_DL, weight_D=weight_D)
     return Sample(prompt_P, response_L, plan, advantage=1.0 - 2.0 * (index % 2), group=0)
-
-
-def _largest_difference(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
-    return max(((ours[n] - reference[n]).norm() / reference[n].norm()).item() for n in reference)
 
 
 def table(results: Sequence[Result]) -> str:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megamem.bench.flops import counted, pairs_of, predicted
+from megamem.bench.measure import chosen_variants, largest_difference
 from megamem.bench.prefix_peer import INSTALL, PrefixGrouperModel, installed
 from megamem.config.architecture import Architecture
 from megamem.config.schema import ParallelConfig
@@ -199,15 +200,15 @@ class _Peer:
 Step = _Ours | _Peer
 
 
-def chosen_variants(text: str) -> list[str]:
+def parse_variants(text: str) -> list[str]:
     """Names from a comma-separated list; all of them for an empty one. The others are compared with the first.
 
     Raises:
         UserError: an unknown name, or the package first, whose weights are copies of one of ours.
     """
-    names = [name.strip() for name in text.split(",") if name.strip()] or list(ALL)
-    if not set(names) <= set(ALL) or names[0] == PEER:
-        raise UserError(f"--variants = {text!r}; allowed: {', '.join(ALL)}, with commas between, {PEER} not first")
+    names = chosen_variants(text, ALL)
+    if names[0] == PEER:
+        raise UserError(f"--variants = {text!r}: the first is what others are compared with, and {PEER} cannot be it")
     return names
 
 
@@ -242,7 +243,7 @@ def bench_prefix(
     found = []
     for name in steps:
         seconds, cpu_seconds = (statistics.median(column) for column in zip(*times[name], strict=True))
-        difference = _largest_difference(gradients[name], gradients[variants[0]])
+        difference = largest_difference(gradients[name], gradients[variants[0]])
         per_draw = seconds / (sizes.group * sizes.draws)
         found.append(Result(name, flops[name], peaks[name], seconds, cpu_seconds, per_draw, difference))
     return found
@@ -281,10 +282,6 @@ def _time(step: Step, groups: Groups) -> tuple[float, float]:
     step.run()
     groups.device.synchronize()
     return time.perf_counter() - started[0], time.process_time() - started[1]
-
-
-def _largest_difference(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
-    return max(((ours[n] - reference[n]).norm() / reference[n].norm()).item() for n in reference)
 
 
 def table(results: Sequence[Result]) -> str:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
+from megamem.bench.measure import largest_difference
 from megamem.config.architecture import Architecture
 from megamem.config.schema import ParallelConfig
 from megamem.convert.source import RandomSource
@@ -88,20 +89,6 @@ def relation(name: str) -> Relation:
     raise UserError(f"--attention = {name!r}; allowed: full, causal, block:N with N at least 1")
 
 
-def chosen_variants(text: str) -> list[str]:
-    """Names from a comma-separated list; all of them for an empty one.
-
-    Raises:
-        UserError: an unknown name.
-    """
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    allowed = list(variants(Sizes()))
-    for name in names:
-        if name not in allowed:
-            raise UserError(f"--variants: {name!r}; allowed: {', '.join(allowed)}")
-    return names or allowed
-
-
 def bench_stream(
     sizes: Sizes,
     attention: str,
@@ -141,7 +128,7 @@ def bench_stream(
             memory[name].peak,
             memory[name].device_peak,
             statistics.median(seconds[name]),
-            _largest_difference(gradients[name], gradients[first]),
+            largest_difference(gradients[name], gradients[first]),
         )
         for name in steps
     ]
@@ -201,10 +188,6 @@ class _Step:
         self.run()
         device.synchronize()
         return time.perf_counter() - started
-
-
-def _largest_difference(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
-    return max(((ours[n] - reference[n]).norm() / reference[n].norm()).item() for n in reference)
 
 
 def table(results: Sequence[Result]) -> str:

@@ -138,12 +138,13 @@ def bench_stream(
 ) -> None:
     """Peak memory, seconds and gradients: plain, full recompute and streamed layers, in one process."""
     from megamem.bench import stream
+    from megamem.bench.measure import chosen_variants
 
     _check_heads(hidden, heads)
     if vocab % 128:  # the stock head gives the padding of the last rows a probability, ours does not
         raise UserError(f"--vocab = {vocab} must be a multiple of 128")
     stream.relation(attention)
-    names = stream.chosen_variants(variants)
+    names = chosen_variants(variants, list(stream.variants(stream.Sizes())))
     sizes = stream.Sizes(tokens, layers, hidden, ffn, heads, vocab, chunk_tokens, head_tokens)
     with _alone() as groups:
         results = stream.bench_stream(sizes, attention, groups, repeats, _tell, names)
@@ -202,7 +203,7 @@ def bench_prefix(
     from megamem.bench import prefix as bench
 
     _check_heads(hidden, heads)
-    names = bench.chosen_variants(variants)
+    names = bench.parse_variants(variants)
     block = (32 if draws > 1 else 0) if block is None else block
     sizes = bench.Sizes(
         prefix, suffix, group, draws, block, layers, hidden, ffn, heads, kv_heads or heads, vocab,

@@ -17,6 +17,7 @@ def _divisors(n: int) -> str:
 
 
 def world_divisible(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    """The process grid fills the world."""
     p = config.parallel
     if world % (p.tensor * p.pipeline):
         yield (
@@ -46,6 +47,7 @@ def model_fits_layout(parallel: ParallelConfig, arch: Architecture) -> Iterator[
 
 
 def model_divisible(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    """The model can be split that way."""
     yield from model_fits_layout(config.parallel, arch)
 
 
@@ -78,6 +80,7 @@ def _blocks(prefix: str, gen_length: int, block_length: int, steps: int, fixed: 
 
 
 def decoding_schedule(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    """Blocks, steps and lengths of decoding fit each other and the model."""
     r, e = config.rollout, config.eval
     yield from _decoding("rollout", r.gen_length, r.block_length, r.steps, arch)
     if e.gen_length or e.block_length or e.steps:
@@ -89,6 +92,7 @@ def decoding_schedule(config: RunConfig, arch: Architecture, world: int) -> Iter
 
 
 def prompts_divisible(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    """Every data-parallel rank has prompts in every optimizer step."""
     replicas = max(1, world // (config.parallel.tensor * config.parallel.pipeline))
     unit = replicas * config.train.updates
     if config.rollout.prompts % unit:
@@ -99,6 +103,7 @@ def prompts_divisible(config: RunConfig, arch: Architecture, world: int) -> Iter
 
 
 def groups_compare(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    """An advantage compares responses."""
     if config.objective.name != "sft" and config.rollout.group < 2:
         yield (
             f"rollout.group = {config.rollout.group}: the advantage compares responses to one prompt; "
@@ -107,6 +112,7 @@ def groups_compare(config: RunConfig, arch: Architecture, world: int) -> Iterato
 
 
 def noise_fits_objective(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    """The estimator estimates what the objective and the model need."""
     name, causal = config.objective.name, arch.attention == "causal"
     if causal and name not in ("grpo", "sft"):
         yield (
@@ -144,6 +150,7 @@ def token_ids_known(config: RunConfig, arch: Architecture, world: int) -> Iterat
 
 
 def learning_rate_decays_down(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    """The learning rate goes up once, then down."""
     o = config.optimizer
     if o.min_lr > o.lr:
         yield f"optimizer.min_lr = {o.min_lr} is above optimizer.lr = {o.lr}; allowed: 0 … lr"
@@ -152,11 +159,13 @@ def learning_rate_decays_down(config: RunConfig, arch: Architecture, world: int)
 
 
 def optimizer_precision(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    """The optimizer can compute in the model's dtype."""
     if config.model.dtype == "float64":
         yield "model.dtype = float64: megatron-core's optimizer computes in float32; allowed: float32, bfloat16"
 
 
 def prefix_is_exact(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    """A prompt is shared only where that is exact."""
     if config.prefix.share and arch.attention == "full" and config.model.attention == "native":
         yield (
             "prefix.share = true: this model is fully bidirectional, so the prompt's states depend on each response "
@@ -165,6 +174,7 @@ def prefix_is_exact(config: RunConfig, arch: Architecture, world: int) -> Iterat
 
 
 def prompt_masks_are_kept(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    """A masked prompt is one that each draw computes for itself."""
     seen = arch.attention if config.model.attention == "native" else config.model.attention
     if config.objective.name == "diffu_grpo" and config.objective.prompt_mask and seen != "full":
         yield (
@@ -174,6 +184,7 @@ def prompt_masks_are_kept(config: RunConfig, arch: Architecture, world: int) -> 
 
 
 def prefix_handle_streams(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    """A prefix handle needs rows that keep their keys and values."""
     by_unit = config.pipeline.schedule == "streamed" and config.stream.window == "stage"
     if config.prefix.form == "handle" and not by_unit:
         yield (
@@ -183,11 +194,13 @@ def prefix_handle_streams(config: RunConfig, arch: Architecture, world: int) -> 
 
 
 def one_source_of_rollouts(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    """Rollouts are recorded or replayed, not both."""
     if config.rollout.record and config.rollout.replay:
         yield "rollout.record and rollout.replay are both set; allowed: one of them"
 
 
 def streams_fit(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    """Chunks can be split over ranks; layers recompute once."""
     s, tensor = config.stream, config.parallel.tensor
     if not s.layers:
         return
@@ -204,6 +217,7 @@ def streams_fit(config: RunConfig, arch: Architecture, world: int) -> Iterator[s
 
 
 def streamed_schedule_streams(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    """The streamed schedule streams, and its settings belong to it."""
     p = config.pipeline
     if p.schedule == "streamed" and not config.stream.layers:
         yield "pipeline.schedule = streamed needs stream.layers = true; allowed without: megatron"

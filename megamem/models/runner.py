@@ -100,7 +100,9 @@ class Runner:
     def _run_megatron(
         self, rows: Sequence[R], evaluate: Callable[[R, Any], Any], training: bool, linear: bool = False
     ) -> list[Any]:
-        def finish(row: R, output: Any, non_loss_data: bool = False):
+        streams = getattr(self.model, "module", self.model).stream is not None
+
+        def finish(row: R, output: Any):
             if not training:
                 return evaluate(row, output)
             scalar, report = evaluate(row, output)
@@ -109,7 +111,7 @@ class Runner:
 
         def step(iterator, model):
             row = next(iterator)
-            known = linear and self.groups.is_last_stage
+            known = linear and streams and self.groups.is_last_stage
             head = with_known_gradient(row, evaluate, self.model.config.params_dtype) if known else row.head
             output = model(row.ids_S[None], row.params, row.position_T, head)
             return output, lambda tensor, non_loss_data=False: finish(row, tensor)

@@ -134,15 +134,13 @@ def test_a_missing_package_is_named_and_has_no_row(groups, monkeypatch):
 
 
 def test_others_are_compared_with_the_first(groups):
-    results = prefix.bench_prefix(
-        BLOCK, groups, 1, lambda text: None, prefix.chosen_variants("grouped_handle, grouped")
-    )
+    results = prefix.bench_prefix(BLOCK, groups, 1, lambda text: None, prefix.parse_variants("grouped_handle, grouped"))
     assert [r.variant for r in results] == ["grouped_handle", "grouped"]
     assert results[0].max_rel_grad_diff == 0 < results[1].max_rel_grad_diff < 5e-6  # fp32
 
 
 def test_no_names_are_all_variants():
-    assert prefix.chosen_variants("") == list(prefix.ALL) and set(prefix.ALL) == {*OURS, prefix.PEER}
+    assert prefix.parse_variants("") == list(prefix.ALL) and set(prefix.ALL) == {*OURS, prefix.PEER}
 
 
 def test_bottom_right_mask():

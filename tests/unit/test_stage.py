@@ -88,15 +88,21 @@ def test_any_slack(groups, slack):
 
 
 def test_forward_only(groups):
-    """Log-probs and logits of the streamed schedule are those of the model's own forward."""
+    """Log-probs and logits of the streamed schedule are those of the model's own forward, and of plain layers.
+
+    The rows of both share their parameters: chunks that one head does not need are another's.
+    """
+    plain = build(groups, ARCHITECTURES["everything"])
     model = build(groups, ARCHITECTURES["everything"], StreamOptions(5, 4))
     several = every_layout(groups)
-    several += [Row(row.ids_S, row.params, row.position_T, LogitsHead()) for row in several]
+    several += [Row(row.ids_S, row.params, None, LogitsHead()) for row in several]
     for window in ("layer", "stage"):
         found = Runner(model, groups, "full", StreamedPipeline(StageLinks(), window)).forward(several)
         with torch.no_grad():
             for ours, row in zip(found, several, strict=True):
                 assert_exact(ours, call(model, row))
+                if len(ours):
+                    assert_algebra(ours, call(plain, row), str(row.head))
 
 
 def test_units_of_rows(groups):

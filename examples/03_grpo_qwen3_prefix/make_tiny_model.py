@@ -1,6 +1,6 @@
-"""Write a Hugging Face folder of a tiny Qwen3 without weights: config.json and its own sentencepiece tokenizer.
+"""Write a Hugging Face folder of a tiny Qwen3 or SDAR without weights: config.json and a sentencepiece tokenizer.
 
-python examples/03_grpo_qwen3_prefix/make_tiny_qwen3.py OUT
+python examples/03_grpo_qwen3_prefix/make_tiny_model.py OUT [qwen3|sdar]
 """
 
 import json
@@ -19,10 +19,13 @@ SHAPE = {
     "head_dim": 32,
     "intermediate_size": 352,
 }
-# The published code's switches, at the values that make it Qwen3.
-QWEN3 = {
-    "model_type": "qwen3",
-    "architectures": ["Qwen3ForCausalLM"],
+# What tells one family from the other. SDAR is Qwen3 with block-causal attention.
+FAMILIES = {
+    "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
+    "sdar": {"model_type": "sdar", "architectures": ["SDARForCausalLM"], "block_size": 4},
+}
+# The published code's switches, at the values both have.
+SWITCHES = {
     "attention_bias": False,
     "attention_dropout": 0.0,
     "hidden_act": "silu",
@@ -37,7 +40,7 @@ QWEN3 = {
 }
 
 
-def main(out: Path) -> None:
+def main(out: Path, family: str) -> None:
     """Write `config.json` and `tokenizer.model` into `out`."""
     out.mkdir(parents=True, exist_ok=True)
     train_word_sentencepiece(vocabulary(LARGEST), out / "tokenizer.model")
@@ -47,8 +50,11 @@ def main(out: Path) -> None:
         "eos_token_id": tokenizer.eos_id,
         "pad_token_id": tokenizer.pad_id,
     }
-    (out / "config.json").write_text(json.dumps(QWEN3 | SHAPE | words, indent=2, sort_keys=True))
+    if family == "sdar":
+        words["mask_token_id"] = tokenizer.mask_id
+    config = SWITCHES | FAMILIES[family] | SHAPE | words
+    (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:] or ["qwen3"])
