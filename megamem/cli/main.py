@@ -259,7 +259,7 @@ def _groups(ranks: Ranks, config: RunConfig):
     from megamem.platform.groups import process_groups
 
     device = resolve_device(config.device, ranks.local_rank)
-    return process_groups(ranks, device, config.parallel.tensor, config.parallel.pipeline, config.parallel.timeout)
+    return process_groups(ranks, device, config.parallel.tensor, config.parallel.pipeline, config.train.timeout)
 
 
 def _alone():

@@ -37,7 +37,6 @@ class ParallelConfig(Section):
     sequence: bool = Field(False, description="sequence parallelism inside the tensor-parallel group")
     distributed_optimizer: bool = True
     overlap_grad_reduce: bool = False
-    timeout: PositiveFloat = Field(1800.0, description="seconds after which a collective gives up")
 
 
 class TaskConfig(Section):
@@ -116,9 +115,25 @@ class TrainConfig(Section):
     row_tokens: PositiveInt = Field(8192, description="packed tokens of one micro-batch")
     recompute: Literal["none", "full"] = "none"
     save_every: PositiveInt = 50
-    keep: PositiveInt = Field(3, description="checkpoints kept")
+    save_async: bool = Field(False, description="go on training while a checkpoint is written")
+    on_save_error: Literal["stop", "continue"] = Field(
+        "stop", description="continue: train on where a checkpoint cannot be written, and try again at the next one"
+    )
+    keep: PositiveInt = Field(3, description="newest checkpoints kept")
+    keep_best: NonNegativeInt = Field(0, description="checkpoints kept beside these for their `best`")
+    best: Literal["eval_reward", "eval_exact"] = "eval_reward"
     resume: bool = True
-    checks: bool = Field(True, description="step-boundary checks: finite, parameters in sync, denominators")
+    checks: bool = Field(True, description="step-boundary checks: parameters in sync, denominators")
+    max_skipped: NonNegativeInt = Field(
+        10, description="steps in a row that may be skipped for a loss or gradient that is not finite"
+    )
+    timeout: PositiveFloat = Field(
+        1800.0, description="seconds without progress after which the run ends and the rank that hangs is named"
+    )
+    grace: PositiveFloat = Field(
+        120.0, description="seconds that the launcher leaves between its signal and the kill; told if a save takes longer"
+    )
+    straggler_every: NonNegativeInt = Field(0, description="steps between reports of the slowest ranks; 0: none")
 
 
 class EvalConfig(Section):
@@ -153,6 +168,19 @@ class PipelineConfig(Section):
     trace: bool = Field(False, description="write what every stage did and when to out/trace (tools/trace.py draws it)")
 
 
+class ObserveConfig(Section):
+    profile_from: PositiveInt | None = Field(None, description="first step whose profile goes to out/profile")
+    profile_steps: PositiveInt = 1
+    memory_snapshot: bool = Field(False, description="keep the allocator's history; written to out/ when memory ends")
+    peak_tflops: PositiveFloat | None = Field(
+        None, description="of one device in the model's dtype; default: known GPUs"
+    )
+    plan: bool | None = Field(
+        None, description="plan the memory of a step at the start, beside what is measured; default: on GPUs"
+    )
+    wandb: str | None = Field(None, description="project to log to (pip install wandb)")
+
+
 def _task_from_name(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
@@ -177,3 +205,4 @@ class RunConfig(Section):
     pipeline: PipelineConfig = PipelineConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
+    observe: ObserveConfig = ObserveConfig()
