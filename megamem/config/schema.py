@@ -131,7 +131,8 @@ class TrainConfig(Section):
         1800.0, description="seconds without progress after which the run ends and the rank that hangs is named"
     )
     grace: PositiveFloat = Field(
-        120.0, description="seconds that the launcher leaves between its signal and the kill; told if a save takes longer"
+        120.0,
+        description="seconds that the launcher leaves between its signal and the kill; told if saving takes longer",
     )
     straggler_every: NonNegativeInt = Field(0, description="steps between reports of the slowest ranks; 0: none")
 
