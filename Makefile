@@ -1,11 +1,12 @@
 # Two commands for a newcomer: `make demo` and `make test`. Everything lives in .venv.
+# `make test-launch` runs torchrun, mpirun and Slurm for real, as far as they can be installed.
 #   PYTHON       interpreter to make .venv with (3.10, 3.11 or 3.12)
 #   TORCH_INDEX  wheel index for torch, e.g. a CPU one; default: pip's own
 PYTHON ?= python3
 TORCH_INDEX ?=
 BIN := .venv/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-launch lint clean
 
 demo: .venv/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/01_sudoku_demo/demo.sh runs/demo
@@ -13,6 +14,10 @@ demo: .venv/.installed
 test: .venv/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest
+
+test-launch: .venv/.installed-test
+	@$(BIN)/pip install --quiet --retries 1 -r requirements-launch.txt || echo "no Open MPI and mpi4py wheels here" >&2
+	$(BIN)/python -m pytest -rs tests/launch
 
 lint: .venv/.installed-test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

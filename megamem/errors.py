@@ -8,3 +8,11 @@ prints it without a traceback and exits with status 2. Our own invariants stay `
 
 class UserError(ValueError):
     """A mistake the user can mend; the message says how."""
+
+
+class RankError(UserError):
+    """A mistake that only this process knows of (its GPU, its node), so it tells it itself, whatever its rank."""
+
+
+RUN_AGAIN = 75
+"""Exit status of a run that was asked to stop and has saved (EX_TEMPFAIL of sysexits.h): start it again."""

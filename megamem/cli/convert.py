@@ -22,9 +22,11 @@ from megamem.errors import UserError
 from megamem.layout.packing import pack
 from megamem.platform.device import DeviceName, resolve_device
 from megamem.platform.groups import Groups, process_groups
-from megamem.platform.launch import Ranks, run_locally
-from megamem.train.checkpoint import CheckpointInfo, copy_small_files, load_model, save_checkpoint
+from megamem.platform.launch import Ranks
+from megamem.platform.local import run_locally
+from megamem.train.checkpoint import CheckpointInfo, copy_small_files, load_model
 from megamem.train.prepare import ModelFolder, open_model
+from megamem.train.save import save_checkpoint
 
 # Largest logit difference, relative to the largest logit, that fp32 rounding explains: parity checkpoints measure 1e-6.
 FP32_NOISE = 2e-5

@@ -15,8 +15,8 @@ from rich.console import Console
 from megamem import __version__
 from megamem.config.load import load_config, parse
 from megamem.config.schema import RunConfig
-from megamem.errors import UserError
-from megamem.platform.launch import Ranks, discover_ranks, hush_dependencies
+from megamem.errors import RUN_AGAIN, RankError, UserError
+from megamem.platform.launch import Ranks, discover_ranks, hush_dependencies, tells_mistakes
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 convert_app = typer.Typer(no_args_is_help=True, help="Hugging Face folders in and out.")
@@ -32,15 +32,31 @@ ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML; defau
 
 @app.command()
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Train. Start it under a launcher (launch/torchrun.sh) for more than one process; resumes by default."""
+    """Train. Start it under a launcher (launch/) for more than one process; resumes by default.
+
+    Status 0: finished; 75: asked to stop by SIGTERM or SIGUSR1, saved, to be started again; 2: a mistake, told.
+    """
+    from megamem.platform.signals import stop_signals
+    from megamem.platform.watch import Watch
+    from megamem.train.doctor import examine, remove_canary
     from megamem.train.prepare import prepare
 
     ranks = discover_ranks(os.environ)
     prepared = prepare(load_config(config, overrides or ()), ranks.world)
-    with _groups(ranks, prepared.config) as groups:
+    settings, console = prepared.config, _console()
+    for warning in examine(prepared, ranks, os.environ):
+        console.print(warning, markup=False)
+    with (
+        stop_signals() as request,
+        _groups(ranks, settings) as groups,
+        Watch(groups, request, settings.train.timeout) as watch,
+    ):
         from megamem.train.loop import train as run_training
 
-        run_training(prepared, groups, _console())
+        remove_canary(Path(settings.out), ranks)
+        finished = run_training(prepared, groups, console, request.asked, watch.pulse)
+    if not finished:
+        raise typer.Exit(RUN_AGAIN)
 
 
 @app.command("eval")
@@ -248,6 +264,28 @@ def plan(
 
 
 @app.command()
+def doctor(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    world: Annotated[int | None, typer.Option(min=1, help="processes of the job; default: those started")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="nodes of the job, with --world")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """What would stop a run or slow it down, one line per finding; status 2 if one is an error.
+
+    Under a launcher it looks at every node.
+    """
+    from megamem.cli.doctor import diagnose, report
+
+    ranks = discover_ranks(os.environ)
+    found = diagnose(load_config(config, overrides or ()), ranks, os.environ, world, nodes)
+    if ranks.rank == 0:
+        print(report(found, as_json))
+    if any(finding.level == "error" for finding in found):
+        raise typer.Exit(2)
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     print(__version__)
@@ -259,7 +297,7 @@ def _groups(ranks: Ranks, config: RunConfig):
     from megamem.platform.groups import process_groups
 
     device = resolve_device(config.device, ranks.local_rank)
-    return process_groups(ranks, device, config.parallel.tensor, config.parallel.pipeline, config.train.timeout)
+    return process_groups(ranks, device, config.parallel.tensor, config.parallel.pipeline, config.train.timeout + 60)
 
 
 def _alone():
@@ -284,11 +322,13 @@ def _console() -> Console:
 
 
 def _newest(path: Path) -> Path:
-    """A run folder's newest checkpoint; anything else is returned as it is."""
-    from megamem.train.checkpoint import list_checkpoints
+    """A run folder's newest whole checkpoint; anything else is returned as it is."""
+    from megamem.train.checkpoint import choose_checkpoint
 
-    found = list_checkpoints(path) if (path / "checkpoints").is_dir() else []
-    return found[-1] if found else path
+    found, notes = choose_checkpoint(path) if (path / "checkpoints").is_dir() else (None, ())
+    for note in notes:
+        _tell(note)
+    return found or path
 
 
 def _settings(model: Path, config: Path | None, overrides: list[str]) -> RunConfig:
@@ -311,7 +351,7 @@ def run() -> None:
     try:
         app()
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if tells_mistakes(os.environ) or isinstance(error, RankError):
             sys.stderr.write(f"megamem: {error}\n")
         sys.exit(2)
 

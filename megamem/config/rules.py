@@ -226,6 +226,16 @@ def streamed_schedule_streams(config: RunConfig, arch: Architecture, world: int)
         yield f"pipeline.{key} = {value} belongs to pipeline.schedule = streamed, which is megatron; leave it out"
 
 
+def best_is_evaluated(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    """The best checkpoints are among those of steps that were evaluated."""
+    t, every = config.train, config.eval.every
+    if t.keep_best and (not every or (t.save_every % every and every % t.save_every)):
+        yield (
+            f"train.keep_best = {t.keep_best} ranks checkpoints by an evaluation at the step they are saved after: "
+            f"eval.every = {every} must divide train.save_every = {t.save_every} or be a multiple of it"
+        )
+
+
 RULES: tuple[Rule, ...] = (
     world_divisible,
     model_divisible,
@@ -243,6 +253,7 @@ RULES: tuple[Rule, ...] = (
     one_source_of_rollouts,
     streams_fit,
     streamed_schedule_streams,
+    best_is_evaluated,
 )
 # What commands that only run the model need.
 LAYOUT_RULES: tuple[Rule, ...] = (

@@ -55,12 +55,15 @@ class Runner:
         groups: the process grid.
         attention: how a sequence attends (a name of `layout.packing.SEQUENCE_LAYOUTS`).
         pipeline: the streamed schedule, for a model that streams; None: megatron-core's.
+        poll: called, by all ranks of a model replica alike, before every pass without gradients and, under
+            megatron-core's schedule, before every row of one with gradients; may raise to give the pass up.
     """
 
     model: nn.Module
     groups: Groups
     attention: str
     pipeline: StreamedPipeline | None = None
+    poll: Callable[[], None] | None = None
 
     def row_shape(self, tokens: int) -> RowShape:
         """Row lengths that this grid can run, at most `tokens` each."""
@@ -75,6 +78,8 @@ class Runner:
 
         A row over a cache goes alone, and under megatron-core's schedule.
         """
+        if self.poll:
+            self.poll()
         if self.pipeline is not None and rows[0].params.cache is None:
             return self._run_streamed(rows, lambda row, output: output, training=False)
         return self._run_megatron(rows, lambda row, output: output, training=False)
@@ -110,6 +115,8 @@ class Runner:
             return scalar, torch.zeros((), dtype=torch.int, device=scalar.device), report
 
         def step(iterator, model):
+            if training and self.poll:
+                self.poll()
             row = next(iterator)
             known = linear and streams and self.groups.is_last_stage
             head = with_known_gradient(row, evaluate, self.model.config.params_dtype) if known else row.head

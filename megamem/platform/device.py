@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from megamem.errors import UserError
+from megamem.errors import RankError, UserError
 
 DeviceName = Literal["auto", "cpu", "cuda"]
 
@@ -54,8 +54,8 @@ def resolve_device(name: DeviceName, local_rank: int) -> Device:
         local_rank: index of this process on its node, and so of its GPU.
 
     Raises:
-        UserError: CUDA was asked for and is absent, the CPU was asked for beside a visible GPU, or there are more
-            processes on the node than GPUs.
+        UserError: CUDA was asked for and is absent, or the CPU was asked for beside a visible GPU.
+        RankError: there are more processes on the node than GPUs.
     """
     has_cuda = torch.cuda.is_available()
     if name == "cpu" and has_cuda:  # megatron-core's CPU patches must never meet a GPU
@@ -65,7 +65,7 @@ def resolve_device(name: DeviceName, local_rank: int) -> Device:
     if not has_cuda:
         raise UserError("device = cuda, but torch sees no GPU; allowed here: cpu, auto")
     if local_rank >= torch.cuda.device_count():
-        raise UserError(
+        raise RankError(
             f"local rank {local_rank} has no GPU: this node shows {torch.cuda.device_count()}; "
             "start at most one process per GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES='')"
         )

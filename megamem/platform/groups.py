@@ -36,6 +36,7 @@ class Groups:
         world_rank, world: place in the whole job.
         collection: megatron-core's own record of the same groups, handed to its modules.
         device: where this process computes.
+        store: in which the processes met; clone it before use in a thread.
     """
 
     tp: Axis
@@ -46,6 +47,7 @@ class Groups:
     world: int
     collection: object
     device: Device
+    store: dist.Store
 
     @property
     def is_first_stage(self) -> bool:
@@ -82,10 +84,17 @@ class Groups:
 
     def any(self, flag: bool) -> bool:
         """True on every process if true on one."""
-        if self.world == 1:
+        return self._any(flag, self.world, None)
+
+    def any_of_replica(self, flag: bool) -> bool:
+        """True on every process of this model replica if true on one of them."""
+        return self._any(flag, self.mp.size, self.mp.group)
+
+    def _any(self, flag: bool, size: int, group: dist.ProcessGroup | None) -> bool:
+        if size == 1:
             return flag
         x = torch.tensor([int(flag)], device=self.device.torch)
-        dist.all_reduce(x, op=dist.ReduceOp.MAX)
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
         return bool(x.item())
 
     def barrier(self) -> None:
@@ -146,6 +155,13 @@ def connect_stages(groups: Groups) -> StageLinks:
     return StageLinks(**links)
 
 
+def _meet(ranks: Ranks, timeout: timedelta) -> dist.Store:
+    if ranks.init_method is None:
+        return dist.HashStore()
+    store, _, _ = next(dist.rendezvous(ranks.init_method, ranks.rank, ranks.world, timeout=timeout))
+    return store
+
+
 def _axis(group: dist.ProcessGroup) -> Axis:
     return Axis(group, dist.get_rank(group), dist.get_world_size(group))
 
@@ -175,11 +191,10 @@ def process_groups(
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     mcore_cpu.patch_adam_step()
-    own_store = None if ranks.init_method else dist.HashStore()
+    store = _meet(ranks, timedelta(seconds=timeout))
     dist.init_process_group(
         device.backend,
-        init_method=ranks.init_method,
-        store=own_store,
+        store=dist.PrefixStore("torch", store),
         rank=ranks.rank,
         world_size=ranks.world,
         timeout=timedelta(seconds=timeout),
@@ -202,6 +217,7 @@ def process_groups(
             world=ranks.world,
             collection=ProcessGroupCollection.use_mpu_process_groups(),
             device=device,
+            store=store,
         )
     finally:
         parallel_state.destroy_model_parallel()

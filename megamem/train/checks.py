@@ -13,16 +13,20 @@ from megamem.platform.groups import Axis, Groups
 from megamem.train.draws import Sample
 
 
-def check_finite(what: str, value: Tensor, groups: Groups, step: int) -> None:
-    """Every rank's loss or gradient norm is a number.
+def check_skipped(skipped: int, allowed: int, step: int) -> None:
+    """Not too many steps in a row were skipped.
+
+    Args:
+        skipped: steps in a row that had a loss or gradient that is not finite, up to `step` (from 1).
 
     Raises:
-        UserError: the run cannot go on as configured (learning rate, exponent limit, dtype).
+        UserError: more than `allowed`: the run cannot go on as configured.
     """
-    if groups.any(not bool(torch.isfinite(value))):
+    if skipped > allowed:
         raise UserError(
-            f"step {step}: the {what} is not finite; lower optimizer.lr or objective.exponent_limit, or use "
-            "model.dtype=float32. The last checkpoint is intact."
+            f"step {step}: the loss or a gradient is not finite, {skipped} time{'s' * (skipped > 1)} in a row; "
+            f"train.max_skipped = {allowed}.\nLower optimizer.lr or objective.exponent_limit, or use "
+            "model.dtype=float32. No such gradient touched the weights, and the last checkpoint is intact."
         )
 
 

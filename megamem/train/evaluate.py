@@ -27,6 +27,7 @@ def evaluate(run: Run, prompts: list[Prompt], step: int) -> tuple[dict[str, floa
     """
     mine = prompts[run.groups.dp.rank :: run.groups.dp.size]
     rollouts = sample(run.sampler, [Request(p.problem.key, 0, p.ids) for p in mine], run.decoding(step, training=False))
+    run.interrupts.agree()
     scores = judge(run, mine, rollouts) if mine else []
     eos_id = run.prepared.model.arch.eos_id
     means = {

@@ -103,8 +103,12 @@ def answer_ids(run: Run, prompt: Prompt) -> list[int]:
 
 def gather_experience(run: Run, prompts: Sequence[Prompt], step: int) -> Experience:
     """Responses and their rewards for this rank's prompts."""
-    rollouts = roll_out(run, prompts, step)
-    scores = judge(run, prompts, rollouts)
+    with run.phases("rollout"):
+        rollouts = roll_out(run, prompts, step)
+        run.phases.waits()
+        run.interrupts.agree()
+    with run.phases("reward"):
+        scores = judge(run, prompts, rollouts)
     reward = torch.tensor([s.reward for s in scores], dtype=torch.float64)
     return Experience(rollouts, scores, reward.view(len(prompts), -1))
 

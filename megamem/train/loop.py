@@ -1,66 +1,107 @@
-"""Steps, evaluations, checkpoints, logging: everything around `train_step`."""
+"""Steps, evaluations, checkpoints, and stopping when asked to: everything around `train_step`."""
 
-from pathlib import Path
+from collections.abc import Callable
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from megamem.config.load import dump_config
+from megamem.config.schema import RunConfig
 from megamem.convert.source import CODES
 from megamem.errors import UserError
 from megamem.platform.groups import Groups
-from megamem.train.checkpoint import CheckpointInfo, prune_checkpoints, read_info, save_checkpoint, step_folder
+from megamem.train.checkpoint import read_info
 from megamem.train.evaluate import evaluate
-from megamem.train.metrics import MetricsLog
-from megamem.train.prepare import Prepared, describe
+from megamem.train.interrupt import Interrupted, Interrupts
+from megamem.train.journal import Journal
+from megamem.train.phases import Phases
+from megamem.train.prepare import Prepared, Prompt
 from megamem.train.run import Run, build_run
+from megamem.train.saver import Saver
 from megamem.train.step import train_step
+from megamem.train.stragglers import gather_times, straggler_report
 
 
-def train(prepared: Prepared, groups: Groups, console: Console) -> None:
-    """Train from where the run folder stands to `train.steps`; a collective call."""
-    config, out = prepared.config, Path(prepared.config.out)
-    run = build_run(prepared, groups, training=True)
-    dtypes = _source_dtypes(prepared)  # now: the checkpoint that is resumed from will be pruned
+def train(
+    prepared: Prepared,
+    groups: Groups,
+    console: Console,
+    asked: Callable[[], bool] = lambda: False,
+    pulse: Callable[[str | None], None] = lambda what: None,
+) -> bool:
+    """Train from where the run folder stands to `train.steps`; a collective call.
+
+    Args:
+        asked: whether this process knows of a request to stop.
+        pulse: told what this process does (`platform.watch.Watch.pulse`).
+
+    Returns:
+        Whether the run is finished; if not, it was asked to stop, has saved, and goes on when it is started again.
+    """
+    config, resumed = prepared.config, prepared.resume_from
+    run = build_run(prepared, groups, True, Phases(groups.device, pulse), Interrupts(groups, asked))
+    # All read now: the checkpoint that is resumed from will be pruned.
+    dtypes, unlogged = _source_dtypes(prepared), read_info(resumed).unlogged if resumed else {}
     _require_answers(run)
     # Identical on every rank, so the decision to evaluate is too.
     eval_prompts = _evaluation_prompts(prepared)
-    log = None
-    if groups.is_main:
-        dump_config(config, out / "config.yaml")
-        log = MetricsLog(out, run.finished + 1 if run.finished else 0, config.tensorboard)
-        _announce(run, eval_prompts, console)
-    if run.finished == 0 and eval_prompts and config.eval.at_start:
-        before, _ = evaluate(run, eval_prompts, 0)
-        if log:
-            log.write(0, before)
-            console.print(f"step 0  {_line(before)}")
-    with _progress(console, enabled=groups.is_main) as progress:
-        bar = progress.add_task("training", total=config.train.steps, completed=run.finished, told="")
-        for step in range(run.finished, config.train.steps):
-            metrics = train_step(run, step)
-            done = step + 1 == config.train.steps
-            if eval_prompts and config.eval.every and ((step + 1) % config.eval.every == 0 or done):
-                metrics |= evaluate(run, eval_prompts, step + 1)[0]
-            # Logged before it is saved: a run killed in between resumes earlier and drops the line, none goes missing.
-            if log:
-                log.write(step + 1, metrics)
-            if (step + 1) % config.train.save_every == 0 or done:
-                save(run, dtypes)
-            if log:
-                progress.update(bar, advance=1, told=_line(metrics))
-                if not console.is_terminal or "eval_exact" in metrics:
-                    progress.console.print(f"step {step + 1}/{config.train.steps}  {_line(metrics)}")
+    journal = Journal(run, console, run.finished + 1 if run.finished and not unlogged else run.finished)
+    saver = Saver(run, dtypes, journal.tell)
+    journal.announce(eval_prompts)
+    journal.state("running")
+    try:
+        with journal:
+            if unlogged or (run.finished == 0 and eval_prompts and config.eval.at_start):
+                journal.write(run.finished, unlogged | _evaluated(run, eval_prompts))
+            for step in range(run.finished, config.train.steps):
+                unlogged = {}
+                metrics = train_step(run, step)
+                if eval_prompts and _is_due(config.eval.every, step + 1, config):
+                    unlogged = metrics
+                    metrics = metrics | _evaluated(run, eval_prompts)
+                # Logged before it is saved: killed in between, a run resumes earlier and drops the line; none is lost.
+                journal.write(step + 1, metrics)
+                unlogged = {}
+                _save(run, saver, metrics, journal)
+                if config.train.straggler_every and (step + 1) % config.train.straggler_every == 0:
+                    journal.tell(f"slowest ranks: {straggler_report(gather_times(run.phases.take_own(), groups))}")
+                if run.interrupts.between_steps():
+                    raise Interrupted
+    except Interrupted:
+        # Weights are those of the last finished step. If it was being evaluated, its line is written on resuming.
+        saver.save({}, unlogged)
+    saver.finish()
+    finished = run.finished == config.train.steps and not unlogged
+    journal.state("finished" if finished else "interrupted")
+    if not finished:
+        journal.tell(f"asked to stop: saved after step {run.finished}; start it again to go on")
+    return finished
 
 
-def save(run: Run, dtypes: dict[str, str]) -> None:
-    """Write this step's checkpoint with the resolved configuration beside it; drop the oldest."""
-    config, folder = run.prepared.config, run.prepared.model
-    info = CheckpointInfo(folder.spec.name, run.finished, has_optimizer=True, weights=config.model.dtype, dtypes=dtypes)
-    target = step_folder(Path(config.out), run.finished)
-    save_checkpoint(target, info, run.model, run.groups, folder.hf, run.optimizer, config)
-    if run.groups.is_main:
-        prune_checkpoints(Path(config.out), config.train.keep)
+def _is_due(every: int, step: int, config: RunConfig) -> bool:
+    """Whether something done every so many steps (0: never), and at the end, is due after `step`."""
+    return bool(every) and (step % every == 0 or step == config.train.steps)
+
+
+def _evaluated(run: Run, prompts: list[Prompt]) -> dict[str, float]:
+    with run.phases("evaluate"):
+        return evaluate(run, prompts, run.finished)[0]
+
+
+def _save(run: Run, saver: Saver, metrics: dict[str, float], journal: Journal) -> None:
+    """Complete what is on its way; write a checkpoint if one is due, and say what a stop would take."""
+    before = saver.seconds
+    with run.phases("checkpoint"):
+        saver.poll()
+        if _is_due(run.prepared.config.train.save_every, run.finished, run.prepared.config):
+            saver.save(metrics)
+    if saver.seconds is not None:
+        needed, grace = run.interrupts.longest + saver.seconds, run.prepared.config.train.grace
+        if before is None or needed > grace:
+            journal.tell(
+                f"a stop takes up to about {needed:.1f} s: {run.interrupts.longest:.1f} s of work that is finished "
+                f"first, {saver.seconds:.1f} s to save; the launcher leaves train.grace = {grace:g} s"
+                + (". It is killed first: raise both, or save_async" if needed > grace else "")
+            )
+    run.interrupts.restart_clock()
 
 
 def _source_dtypes(prepared: Prepared) -> dict[str, str]:
@@ -79,7 +120,7 @@ def _require_answers(run: Run) -> None:
         raise UserError(f"objective.name = sft: the task {config.task.name} has no reference answers to learn from")
 
 
-def _evaluation_prompts(prepared: Prepared):
+def _evaluation_prompts(prepared: Prepared) -> list[Prompt]:
     config = prepared.config
     if not config.eval.every and not config.eval.at_start:
         return []
@@ -87,44 +128,3 @@ def _evaluation_prompts(prepared: Prepared):
         config.eval.split, config.eval.gen_length or config.rollout.gen_length, config.eval.limit
     )
     return prompts
-
-
-def _announce(run: Run, eval_prompts: list, console: Console) -> None:
-    config, g = run.prepared.config, run.groups
-    _, skipped = run.prepared.prompts("train", config.rollout.gen_length)
-    facts = {
-        "model": run.prepared.model.spec.name,
-        "tensor": g.tp.size,
-        "pipeline": g.pp.size,
-        "data": g.dp.size,
-        "device": str(g.device.torch),
-        "objective": config.objective.name,
-        "train prompts": len(run.prompts),
-        **{f"prompts {k}": v for k, v in skipped.items() if v},
-        "eval prompts": len(eval_prompts),
-        **run.prepared.task.report(),
-    }
-    console.print(describe(facts))
-    if run.finished:
-        console.print(f"resumed after step {run.finished} from {run.prepared.resume_from}")
-
-
-def _progress(console: Console, enabled: bool) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("ETA"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[told]}"),
-        console=console,
-        disable=not enabled or not console.is_terminal,
-    )
-
-
-_SHOWN = ("reward", "exact", "elbo", "grad_norm", "zero_variance", "seconds", "eval_reward", "eval_exact")
-
-
-def _line(metrics: dict[str, float]) -> str:
-    return "  ".join(f"{name} {metrics[name]:.3f}" for name in _SHOWN if name in metrics)

@@ -1,7 +1,7 @@
 """megatron-core's DistributedDataParallel and optimizer, and the learning-rate schedule as a pure function."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,14 @@ from megamem.config.schema import OptimizerConfig, ParallelConfig
 _NO_CLIP = 1e30  # megatron-core reports the gradient norm only where it clips
 
 
-def wrap_for_training(model: nn.Module, parallel: ParallelConfig) -> DistributedDataParallel:
-    """Gradient buffers in fp32 (in the parameters' dtype for fp64), summed over data-parallel ranks, never averaged."""
+def wrap_for_training(
+    model: nn.Module, parallel: ParallelConfig, before_reduction: Callable[[], None] = lambda: None
+) -> DistributedDataParallel:
+    """Gradient buffers in fp32 (in the parameters' dtype for fp64), summed over data-parallel ranks, never averaged.
+
+    Args:
+        before_reduction: called when this process's part of a gradient is complete, before it waits for others.
+    """
     fp64 = model.config.params_dtype == torch.float64
     ddp = DistributedDataParallel(
         model.config,
@@ -31,13 +37,20 @@ def wrap_for_training(model: nn.Module, parallel: ParallelConfig) -> Distributed
     # be one on all ranks, so with overlap no row may take the plain path.
     model.stream_short_rows = parallel.overlap_grad_reduce
     model.config.no_sync_func = ddp.no_sync
-    model.config.finalize_model_grads_func = _finalize
+
+    def finalize(model: Sequence[nn.Module], num_tokens: Any = None, **kwargs: Any) -> None:
+        """Finalize without a token count: objectives/reduction.py has divided already."""
+        before_reduction()
+        finalize_model_grads(list(model), None, **kwargs)
+
+    model.config.finalize_model_grads_func = finalize
     return ddp
 
 
-def _finalize(model: Sequence[nn.Module], num_tokens: Any = None, **kwargs: Any) -> None:
-    """Finalize without a token count: objectives/reduction.py has divided already."""
-    finalize_model_grads(list(model), None, **kwargs)
+def gradients_finite(ddp: DistributedDataParallel) -> bool:
+    """Whether every gradient this process holds is a number; no copy is made."""
+    largest = [torch.linalg.vector_norm(buffer.grad_data, torch.inf) for buffer in ddp.buffers]
+    return all(bool(torch.isfinite(x)) for x in largest)
 
 
 def build_optimizer(ddp: DistributedDataParallel, config: OptimizerConfig, parallel: ParallelConfig):

@@ -17,7 +17,7 @@ from megamem.objectives.registry import build_objective
 from megamem.tasks.base import Problem, Split, Task
 from megamem.tasks.registry import load_task
 from megamem.tasks.tokenizer import Tokenizer, load_tokenizer
-from megamem.train.checkpoint import CheckpointInfo, is_checkpoint, list_checkpoints, read_info
+from megamem.train.checkpoint import CheckpointInfo, choose_checkpoint, is_checkpoint, read_info
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that has passed every check: nothing here needs a device or a process group."""
+    """A run that has passed every check: nothing here needs a device or a process group.
+
+    Attributes:
+        resume_from: the checkpoint to go on from, or None.
+        notes: lines for the user about checkpoints that were left out.
+    """
 
     config: RunConfig
     model: ModelFolder
@@ -81,6 +86,7 @@ class Prepared:
     task: Task
     objective: Objective
     resume_from: Path | None
+    notes: tuple[str, ...] = ()
 
     def prompt_ids(self, text: str, where: str) -> tuple[int, ...]:
         """Token ids of a prompt.
@@ -137,9 +143,9 @@ def prepare(config: RunConfig, world: int, rules: Sequence[Rule] = RULES, will_t
     Raises:
         UserError: anything a user can mend.
     """
-    resume_from = None
+    resume_from, notes = None, ()
     if will_train:
-        resume_from = _open_run_folder(Path(config.out), config)
+        resume_from, notes = _open_run_folder(Path(config.out), config)
     folder = open_model(Path(config.model.path))
     check(config, folder.arch, world, tuple(rules))
     tokenizer = load_tokenizer(config.tokenizer.path or folder.hf, config.tokenizer.chat)
@@ -156,11 +162,12 @@ def prepare(config: RunConfig, world: int, rules: Sequence[Rule] = RULES, will_t
         load_task(config.task.name, config.task.options),
         build_objective(config.objective),
         resume_from,
+        notes,
     )
 
 
-def _open_run_folder(out: Path, config: RunConfig) -> Path | None:
-    """Make the run folder; the newest checkpoint in it, if the run may resume.
+def _open_run_folder(out: Path, config: RunConfig) -> tuple[Path | None, tuple[str, ...]]:
+    """Make the run folder; the newest whole checkpoint in it, if the run may resume, and lines about the others.
 
     Raises:
         UserError: it cannot be written, or holds a finished or foreign run that must not be overwritten.
@@ -172,15 +179,13 @@ def _open_run_folder(out: Path, config: RunConfig) -> Path | None:
         probe.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"out = {str(out)!r}: the run folder cannot be written ({error.strerror})") from None
-    found = list_checkpoints(out)
-    if not found:
-        return None
-    if not config.train.resume:
+    found, notes = choose_checkpoint(out)
+    if found is not None and not config.train.resume:
         raise UserError(
-            f"out = {str(out)!r}: holds checkpoints up to {found[-1].name} and train.resume = false; "
+            f"out = {str(out)!r}: holds checkpoints up to {found.name} and train.resume = false; "
             "choose another folder, or train.resume=true"
         )
-    return found[-1]
+    return found, notes
 
 
 def describe(facts: Mapping[str, Any]) -> str:

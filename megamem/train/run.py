@@ -19,7 +19,9 @@ from megamem.stream.layer import StreamOptions
 from megamem.stream.trace import TraceFolder
 from megamem.train.checkpoint import load_model, load_training, read_info
 from megamem.train.draws import DrawnModel
+from megamem.train.interrupt import Interrupts
 from megamem.train.optim import build_optimizer, wrap_for_training
+from megamem.train.phases import Phases
 from megamem.train.prepare import Prepared, Prompt, weight_source
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -35,21 +37,27 @@ class Run:
         model: this stage, bare; its weights are the ones being trained.
         trainer: runs rows through the stage wrapped for gradients; None for sampling and evaluation only.
         sampler: runs rows through the bare stage.
+        phases: what this process is doing.
+        interrupts: where it looks whether to stop.
         reference: runs rows through a stage with the initial weights, where the objective has a KL term to them.
         optimizer: megatron-core's; None without a trainer.
         prompts: training prompts.
         finished: training steps done.
+        skipped: so many of the last ones, in a row, had a loss or gradient that was not finite.
     """
 
     prepared: Prepared
     groups: Groups
     model: DiffusionGPT
     sampler: Runner
+    phases: Phases
+    interrupts: Interrupts
     trainer: Runner | None = None
     reference: Runner | None = None
     optimizer: Any = None
     prompts: Sequence[Prompt] = ()
     finished: int = 0
+    skipped: int = 0
 
     @property
     def drawn_model(self) -> DrawnModel:
@@ -102,16 +110,28 @@ def streamed_pipeline(config: RunConfig, groups: Groups) -> StreamedPipeline | N
     return StreamedPipeline(links, config.stream.window, config.pipeline.slack, record)
 
 
-def build_run(prepared: Prepared, groups: Groups, training: bool) -> Run:
+def build_run(
+    prepared: Prepared,
+    groups: Groups,
+    training: bool,
+    phases: Phases | None = None,
+    interrupts: Interrupts | None = None,
+) -> Run:
     """Build this rank's stage with its weights, and the optimizer if training; resumes where `prepare` said so."""
     config = prepared.config
+    phases, interrupts = phases or Phases(groups.device), interrupts or Interrupts(groups)
     if config.stream.layers and config.stream.offload == "cpu":
         check_pinned_memory(groups.device)
     model = _build_stage(prepared, groups)
     if prepared.resume_from is None:
         _load_initial(model, prepared, groups)
-    sampler = Runner(model, groups, attention_name(prepared), streamed_pipeline(config, groups))
-    run = Run(prepared, groups, model, sampler)
+
+    def poll() -> None:
+        phases.goes_on()
+        interrupts.poll()
+
+    sampler = Runner(model, groups, attention_name(prepared), streamed_pipeline(config, groups), poll)
+    run = Run(prepared, groups, model, sampler, phases, interrupts)
     if training:
         _add_training(run, prepared.resume_from)
         if prepared.objective.penalty is not None:
@@ -145,8 +165,16 @@ def _load_initial(model: DiffusionGPT, prepared: Prepared, groups: Groups) -> No
 
 def _add_training(run: Run, resume_from: Path | None) -> None:
     config = run.prepared.config
-    ddp = wrap_for_training(run.model, config.parallel)
-    run.trainer = replace(run.sampler, model=ddp)
+    # Half a schedule or half a reduction cannot be given up: there an update is finished.
+    gives_up = run.groups.pp.size == 1 and run.sampler.pipeline is None and not config.parallel.overlap_grad_reduce
+
+    def before_reduction() -> None:
+        run.phases.waits()
+        if gives_up:
+            run.interrupts.agree()
+
+    ddp = wrap_for_training(run.model, config.parallel, before_reduction)
+    run.trainer = replace(run.sampler, model=ddp, poll=run.sampler.poll if gives_up else None)
     run.optimizer = build_optimizer(ddp, config.optimizer, config.parallel)
     run.prompts, _ = run.prepared.prompts("train", config.rollout.gen_length)
     if resume_from is not None:

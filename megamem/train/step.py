@@ -6,6 +6,7 @@ or the streamed one -> finalize -> clip -> optimizer -> numbers to log.
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,7 @@ from megamem.objectives.reduction import sample_weights
 from megamem.platform.rng import generator
 from megamem.rollout.rollout import Rollout
 from megamem.tasks.base import Score
-from megamem.train.checks import check_finite, check_in_sync, check_shares
+from megamem.train.checks import check_in_sync, check_shares, check_skipped
 from megamem.train.draws import DrawRows, Sample
 from megamem.train.experience import (
     demonstrations,
@@ -28,8 +29,8 @@ from megamem.train.experience import (
     response_length,
     step_prompts,
 )
-from megamem.train.metrics import step_metrics
-from megamem.train.optim import learning_rate, set_learning_rate
+from megamem.train.metrics import Result, step_metrics
+from megamem.train.optim import gradients_finite, learning_rate, set_learning_rate
 from megamem.train.run import Run
 from megamem.train.update import Update, backward, score
 
@@ -54,27 +55,33 @@ def train_step(run: Run, step: int) -> dict[str, float]:
     """
     config, started = run.prepared.config, time.perf_counter()
     batch = learn_from_answers(run, step) if config.objective.name == "sft" else learn_from_rollouts(run, step)
-    sampled = time.perf_counter()
     updates = make_updates(run, batch, step)
-    sums, norms = [], []
+    results = []
     for index, update in enumerate(updates):
-        run.trainer.model.zero_grad_buffer()
-        run.optimizer.zero_grad()
-        sums.append(backward(run.trainer, update, run.prepared.objective, config.objective.length_norm))
-        if config.train.checks:
-            check_finite("loss", sums[-1]["loss"], run.groups, step)
-        total = config.train.steps * config.train.updates
-        set_learning_rate(run.optimizer, learning_rate(config.optimizer, step * config.train.updates + index, total))
-        _, norm, _ = run.optimizer.step()
-        norms.append(float(norm))
-        if config.train.checks:
-            check_finite("gradient norm", torch.tensor(norms[-1]), run.groups, step)
+        # Until the first optimizer step a step can be given up; then it is finished.
+        with run.interrupts.held_off() if index else nullcontext(), run.phases("update"):
+            results.append(optimize(run, update, step * len(updates) + index))
+    run.finished = step + 1
+    run.skipped = 0 if all(r.norm is not None for r in results) else run.skipped + 1
+    check_skipped(run.skipped, config.train.max_skipped, run.finished)
     if config.train.checks:
         check_in_sync(run.model, run.groups, step)
-    run.finished = step + 1
-    run.groups.device.synchronize()
-    seconds = {"rollout": sampled - started, "update": time.perf_counter() - sampled}
-    return step_metrics(run, batch, updates, sums, norms, seconds)
+    return step_metrics(run, batch, updates, results, time.perf_counter() - started)
+
+
+def optimize(run: Run, update: Update, index: int) -> Result:
+    """One optimizer step, the `index`-th of the run; skipped on all ranks where one has a loss or gradient that is not
+    finite."""
+    config = run.prepared.config
+    run.trainer.model.zero_grad_buffer()
+    run.optimizer.zero_grad()
+    sums = backward(run.trainer, update, run.prepared.objective, config.objective.length_norm)
+    if run.groups.any(not (bool(torch.isfinite(sums["loss"])) and gradients_finite(run.trainer.model))):
+        return Result(sums, None)
+    total = config.train.steps * config.train.updates
+    set_learning_rate(run.optimizer, learning_rate(config.optimizer, index, total))
+    _, norm, _ = run.optimizer.step()
+    return Result(sums, float(norm))
 
 
 def learn_from_rollouts(run: Run, step: int) -> Batch:
@@ -113,8 +120,10 @@ def make_updates(run: Run, batch: Batch, step: int) -> list[Update]:
         shape = run.trainer.row_shape(config.train.row_tokens)
         rows = DrawRows(samples, run.drawn_model, shape, run.groups.device.torch)
         # The first optimizer step trains the policy that sampled: old and new log-probs are the same numbers.
-        old = score(run.sampler, rows, objective) if index and objective.uses_old else None
-        reference = score(run.reference, rows, objective) if objective.penalty is not None else None
+        with run.phases("old_logprobs"):
+            old = score(run.sampler, rows, objective) if index and objective.uses_old else None
+            reference = score(run.reference, rows, objective) if objective.penalty is not None else None
+            run.interrupts.agree()
         updates.append(Update(samples, weight_B, rows, old, reference))
     return updates
 

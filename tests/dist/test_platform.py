@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from megamem.train.checkpoint import CheckpointInfo, load_training, save_checkpoint
+from megamem.train.checkpoint import CheckpointInfo, load_training
+from megamem.train.save import save_checkpoint
 from megamem.train.step import learn_from_answers, make_updates, train_step
 from megamem.train.update import backward
 from tests.dist.harness import (

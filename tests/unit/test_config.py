@@ -199,6 +199,9 @@ BROKEN = [
      ["pipeline.schedule = streamed", "stream.layers = true", "megatron"]),
     ("streamed_schedule_streams", ["pipeline.slack=2"], {}, 1, ["pipeline.slack = 2", "streamed"]),
     ("streamed_schedule_streams", ["pipeline.trace=true"], {}, 1, ["pipeline.trace = true", "streamed"]),
+    ("best_is_evaluated", ["train.keep_best=1", "eval.every=0"], {}, 1, ["train.keep_best = 1", "eval.every = 0"]),
+    ("best_is_evaluated", ["train.keep_best=2", "train.save_every=50", "eval.every=20"], {}, 1,
+     ["train.keep_best = 2", "eval.every = 20", "train.save_every = 50"]),
     ("one_source_of_rollouts", ["rollout.record=a", "rollout.replay=b"], {}, 1, ["rollout.record", "rollout.replay"]),
 ]  # fmt: skip
 
@@ -231,6 +234,8 @@ def test_kept_rules():
         (["optimizer.min_lr=5e-7", "optimizer.warmup_steps=400"], 1),
         (["rollout.steps=256", "eval.gen_length=64", "eval.steps=64"], 1),
         (["rollout.prompts=12", "train.updates=3"], 4),
+        (["train.keep_best=2", "train.save_every=40", "eval.every=20"], 1),
+        (["train.keep_best=2", "train.save_every=10", "eval.every=20"], 1),
     ]:
         check(config(*overrides), ARCH.model_copy(update={"kv_heads": 2, "ffn": 92}), world)
     # Blocks and steps of denoising are not read for a causal model.

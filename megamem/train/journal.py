@@ -1,0 +1,114 @@
+"""What a run tells: progress bar, lines on the console, metrics.jsonl, tensorboard, and the state of the run folder.
+
+Only the main process tells anything; the others' journals are silent.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from megamem.config.load import dump_config
+from megamem.train.metrics import MetricsLog
+from megamem.train.prepare import describe
+from megamem.train.run import Run
+
+State = Literal["running", "interrupted", "finished"]
+
+
+class Journal:
+    """The run's voice; a context manager around its steps, which shows the progress bar.
+
+    Args:
+        first_step: the step that will be written first; what an interrupted run wrote from there on is dropped.
+    """
+
+    def __init__(self, run: Run, console: Console, first_step: int):
+        config = run.prepared.config
+        self._run, self._console, self._out = run, console, Path(config.out)
+        self._log, self._progress = None, None
+        if run.groups.is_main:
+            dump_config(config, self._out / "config.yaml")
+            told = self.tell if config.train.on_save_error == "continue" else None
+            self._log = MetricsLog(self._out, first_step, config.tensorboard, told)
+            self._progress = _progress(console)
+            self._bar = self._progress.add_task("training", total=config.train.steps, completed=run.finished, told="")
+
+    def __enter__(self) -> "Journal":
+        if self._progress:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._progress:
+            self._progress.stop()
+
+    def announce(self, eval_prompts: Sequence[object]) -> None:
+        """What is about to run, on one line, and what was found on the way."""
+        run, g, config = self._run, self._run.groups, self._run.prepared.config
+        if not self._log:
+            return
+        _, skipped = run.prepared.prompts("train", config.rollout.gen_length)
+        facts = {
+            "model": run.prepared.model.spec.name,
+            "tensor": g.tp.size,
+            "pipeline": g.pp.size,
+            "data": g.dp.size,
+            "device": str(g.device.torch),
+            "objective": config.objective.name,
+            "train prompts": len(run.prompts),
+            **{f"prompts {k}": v for k, v in skipped.items() if v},
+            "eval prompts": len(eval_prompts),
+            **run.prepared.task.report(),
+        }
+        for line in (describe(facts), *run.prepared.notes):
+            self.tell(line)
+        if run.finished:
+            self.tell(f"resumed after step {run.finished} from {run.prepared.resume_from}")
+
+    def tell(self, line: str) -> None:
+        """A line for the user."""
+        if self._progress:
+            self._progress.console.print(line, markup=False)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One step's numbers, everywhere."""
+        if not self._log:
+            return
+        self._log.write(step, metrics)
+        line, total = _line(metrics), self._run.prepared.config.train.steps
+        self._progress.update(self._bar, completed=step, told=line)
+        if not self._console.is_terminal or "eval_exact" in metrics:
+            self.tell(f"step {step}/{total}  {line}")
+
+    def state(self, state: State) -> None:
+        """Write `status.json`, for scripts that start the run again: its state and finished steps."""
+        if self._log:
+            temporary = self._out / "status.tmp"
+            temporary.write_text(json.dumps({"state": state, "step": self._run.finished}) + "\n", encoding="utf-8")
+            temporary.replace(self._out / "status.json")
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[told]}"),
+        console=console,
+        disable=not console.is_terminal,
+    )
+
+
+_SHOWN = ("reward", "exact", "elbo", "grad_norm", "zero_variance", "skipped", "seconds", "eval_reward", "eval_exact")
+
+
+def _line(metrics: Mapping[str, float]) -> str:
+    shown = (name for name in _SHOWN if name in metrics and (metrics[name] or name != "skipped"))
+    return "  ".join(f"{name} {metrics[name]:.3f}" for name in shown)

