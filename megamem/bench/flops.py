@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from megamem.config.architecture import Architecture
 from megamem.layout.layout import Layout
-from megamem.stream.simulate import visible_pairs
+from megamem.models.flops import model_flops
 
 FORWARD, BACKWARD = 4, 10  # per pair of tokens and element of a query head
 
@@ -48,15 +48,13 @@ def predicted(arch: Architecture, tokens: int, scored: int, pairs: int) -> int:
         scored: through the head.
         pairs: (query, key) pairs that one layer's attention computes.
     """
-    width = arch.heads * arch.head_dim
-    attention = arch.hidden * (2 * width + 2 * arch.kv_heads * arch.head_dim)
-    layer = 6 * tokens * (attention + 3 * arch.hidden * arch.ffn) + (FORWARD + BACKWARD) * width * pairs
-    return arch.layers * layer + 6 * scored * arch.hidden * arch.padded_vocab(1)
+    recomputed = 2 * arch.heads * arch.head_dim * pairs  # scores, in the backward of a flash kernel
+    return model_flops(arch, tokens, scored, pairs) + arch.layers * recomputed
 
 
 def pairs_of(layouts: Sequence[Layout]) -> int:
     """(query, key) pairs that attention computes in these rows."""
-    return sum(visible_pairs(layout, 0, layout.length) for layout in layouts)
+    return sum(layout.visible_pairs(0, layout.length) for layout in layouts)
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, **_) -> int:

@@ -46,6 +46,25 @@ class Relation:
         first, last = max(first - key.position, 0), min(last - key.position, key.length)
         return (first, last) if first < last else (0, 0)
 
+    def visible_pairs(self, query: Segment, key: Segment) -> int:
+        """How many pairs (token of `query`, token of `key` that it sees) there are; takes a step per block."""
+        if self.kind is Kind.CAUSAL:
+            seen = query.position + 1 - key.position  # by the first query, were there keys on both sides without end
+            return _triangle(seen + query.length - 1, key.length) - _triangle(seen - 1, key.length)
+        pairs, position, stop = 0, query.position, query.position + query.length
+        while position < stop:
+            following = position + self.block - (position - self.origin) % self.block
+            following = stop if self.kind is Kind.FULL else min(following, stop)
+            first, last = self.visible_keys(position, key)
+            pairs += (following - position) * (last - first)
+            position = following
+        return pairs
+
+
+def _triangle(x: int, most: int) -> int:
+    """1 + 2 + … + x, with `most` for every larger number."""
+    return max(x, 0) * (max(x, 0) + 1) // 2 if x <= most else most * (most + 1) // 2 + (x - most) * most
+
 
 FULL = Relation(Kind.FULL)
 CAUSAL = Relation(Kind.CAUSAL)
@@ -122,6 +141,17 @@ class Layout:
     def positions(self) -> list[int]:
         """The position of every token of the row, for RoPE."""
         return [s.position + i for s in self.segments for i in range(s.length)]
+
+    def visible_pairs(self, start: int, stop: int) -> int:
+        """How many (query, key) pairs of tokens see each other, of the queries `[start, stop)` of the row."""
+        pairs = 0
+        for edge in self.edges:
+            query = self.segments[edge.query]
+            first, last = max(query.start, start), min(query.stop, stop)
+            if first < last:
+                part = Segment(first, last - first, query.position + first - query.start)
+                pairs += edge.relation.visible_pairs(part, self.segments[edge.key])
+        return pairs
 
     def filled(self, length: int) -> Layout:
         """The same row with isolated filler tokens up to `length`.

@@ -11,6 +11,7 @@ from megamem.plan.growth import Growth, Name, fit
 from megamem.plan.step import PARTS, Footprint, Job, WatchedStep
 from megamem.plan.variants import Variant
 from megamem.platform.fake import fake_groups, fake_tensors
+from megamem.stream import layer
 
 LONGEST = 2**40  # no row is longer
 _WHOLE_ROWS = (4096, 16384)  # longer rows take longer only for the lists of their positions
@@ -139,12 +140,12 @@ def estimate(job: Job, variant: Variant, static: Static, stage: int, rows: int, 
 
 
 def _lengths(variant: Variant, tokens: int, unit: int) -> list[int]:
-    """Row lengths to fake: whole rows far apart; a streamed row of one and two chunks, and two so long that attention's
-    backward takes its keys in full blocks. `tokens` is among them if it is short."""
+    """Row lengths to fake: whole rows far apart; a streamed row of one and two chunks, and two so long that attention
+    takes its keys and queries in full blocks. `tokens` is among them if it is short."""
     lengths = _WHOLE_ROWS
     if variant.stream is not None:
         chunk = variant.stream.chunk_tokens
-        many = max(2, -(-attention.KEYS_AT_ONCE // chunk) + 1)
+        many = max(2, -(-max(attention.KEYS_AT_ONCE, layer.QUERIES_AT_ONCE) // chunk) + 1)
         lengths = tuple(count * chunk for count in (1, 2, many, many + 1))
     return sorted({-(-length // unit) * unit for length in (*lengths, min(tokens, lengths[-1]))})
 

@@ -9,6 +9,7 @@ what checkpoints consist of. Tensors are safe by themselves: torch reads them wi
 """
 
 import io
+import logging
 import pickle
 import queue
 import tempfile
@@ -97,9 +98,17 @@ def restricted_reading() -> Iterator[None]:
 
 @contextmanager
 def results_through_files() -> Iterator[None]:
-    """Inside, writers that are prepared hand their results back through a `ResultsFile` each."""
-    with _replaced(filesystem_async, "_get_write_results_queue", lambda original: ResultsFile):
-        yield
+    """Inside, writers that are prepared and forked hand their results back through a `ResultsFile` each.
+
+    They log no error by themselves: it is among the results.
+    """
+    level = filesystem_async.logger.level
+    filesystem_async.logger.setLevel(logging.CRITICAL)
+    try:
+        with _replaced(filesystem_async, "_get_write_results_queue", lambda original: ResultsFile):
+            yield
+    finally:
+        filesystem_async.logger.setLevel(level)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 from megamem.errors import RankError, UserError
+from megamem.platform import peaks
 
 DeviceName = Literal["auto", "cpu", "cuda"]
 
@@ -44,6 +45,13 @@ class Device:
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def peak_tflops(self, dtype: torch.dtype) -> float | None:
+        """What matrix products of this dtype can reach here, dense; None where it is not known, as on a CPU."""
+        if self.is_cpu:
+            return None
+        tf32 = torch.get_float32_matmul_precision() != "highest"
+        return peaks.peak_tflops(torch.cuda.get_device_name(self.torch), dtype, tf32)
 
 
 def resolve_device(name: DeviceName, local_rank: int) -> Device:

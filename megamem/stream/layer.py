@@ -6,13 +6,14 @@ that see each other both ways form a *unit* (`layout/grid.py: chunk_units`); no 
 forward unit by unit and backward in reverse:
 
     forward     unit:   q, k, v = R(N(x)) of its chunks                  K, V of the row so far
-                        for every chunk: o = A(q, K, V);  y = M(x + P(o))
+                        for every block of chunks: o = A(q, K, V); for every chunk in it: y = M(x + P(o))
 
     backward    phase 0: K, V of the row again (a stage-major pipeline has kept them)
                 unit:   q of its chunks again
-                phase A, chunks descending: o again (or saved), the tail x + P(o) -> M again with a graph;
-                        its backward gives dx (residual part), do and the tail's weight gradients;
-                        attention's backward gives dq of the chunk and adds to dK, dV of the row (at least fp32)
+                phase A, blocks descending: o again (or saved);
+                        for every chunk in it: the tail x + P(o) -> M again with a graph; its backward gives
+                        dx (residual part), do and the tail's weight gradients;
+                        attention's backward gives dq of the block and adds to dK, dV of the row (at least fp32)
                 phase B, chunks of the unit, all of whose readers have now passed phase A:
                         R(N(x)) with a graph; its backward from (dq, dk, dv) completes dx
 
@@ -20,12 +21,16 @@ Attention's backward needs no graph: it recomputes probabilities from the log-su
 block-causal rows every chunk is a unit, and one projection with a graph serves both its q and its phase B; a
 bidirectional row is one unit. Nothing but the units, which come from the layout alone, distinguishes them.
 
+A *block* is a run of chunks of a unit that attend together: flash kernels want more queries than a chunk may have, and
+a token costs attention less memory than it costs the MLP (`QUERIES_AT_ONCE`).
+
 Of the last layer, chunks that no one scores need keys and values only (`RowParams.idle`): no attention, no tail.
 
 Every parameter's gradient is summed over chunks and handed out once (`stream/gradients.py`).
 
 Shapes: S row tokens, U tokens of a unit, C tokens of a chunk (this rank's part of them under sequence parallelism where
-a tensor is local), H hidden, N query heads, G key/value heads of this rank, D head dim.
+a tensor is local), B tokens of a block in `_BND` and `_BN` (elsewhere the batch, 1), H hidden, N query heads, G
+key/value heads of this rank, D head dim.
 """
 
 from __future__ import annotations
@@ -45,6 +50,10 @@ from megamem.ops.attention import attention_backward, attention_forward, key_gra
 from megamem.ops.attention_plan import Plan, keys_seen, plan_attention
 from megamem.platform.host import to_device, to_host
 from megamem.stream.gradients import GradientSums, expect_plain_gradients
+
+# Queries of one attention call, where a unit has chunks enough. Torch's CPU kernel goes through them 64 at a time below
+# 768 and 256 at a time from there on.
+QUERIES_AT_ONCE = 768
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,7 @@ class OpenRow:
     Attributes:
         k_SGD, v_SGD: keys and values of the units that went forward; None before the first.
         dk_SGD, dv_SGD: their gradients, at least fp32; None before the first unit comes back.
-        attended: (output, lse) of the attention of chunks, where it is saved.
+        attended: (output, lse) of the attention of blocks by their first chunk, where it is saved.
         inputs: layer inputs of units, where the caller leaves them here (as `StreamedTransformerLayer.keep` returns).
     """
 
@@ -138,9 +147,10 @@ class LayerSteps:
         self.row = row
         self.grid: ChunkGrid = row.grid
         self.spans = self.grid.spans()
-        self.plans: list[Plan] = [plan_attention(row.layout, *span) for span in self.spans]
         self.units = row_units(row.layout, self.grid)
         self.idle = row.idle if layer.layer_number == layer.config.num_layers else frozenset()
+        most = -(-QUERIES_AT_ONCE // self.grid.chunk)
+        self.blocks = [query_blocks(unit, self.idle, most) for unit in self.units]
         attention = layer.self_attention
         first = (layer.input_layernorm, attention.linear_qkv, attention.q_layernorm, attention.k_layernorm)
         self.projection_parameters = _parameters(first)
@@ -183,16 +193,17 @@ class LayerSteps:
     @torch.no_grad()
     def forward_unit(self, row: OpenRow, unit: int, x_UBH: Tensor, keep_attention: bool, y_UBH: Tensor) -> None:
         """Write the layer's output for a unit into `y_UBH`; units before it must have been here."""
-        queries = self._project_unit(row, unit, x_UBH)
-        for i in self.units[unit]:
-            part = self._within(unit, i)
-            if i in self.idle:
-                y_UBH[part] = x_UBH[part]  # anything finite: no one reads it
-                continue
-            attended = attention_forward(queries.pop(i), row.k_SGD, row.v_SGD, self.plans[i])
-            y_UBH[part] = self._finish(x_UBH[part], attended[0])
+        q_UND = self._project_unit(row, unit, x_UBH)
+        for block in self.blocks[unit]:
+            attended = attention_forward(q_UND[self._rows(unit, block)], row.k_SGD, row.v_SGD, self._plan(block))
+            for i in block:
+                part = self._within(unit, i)
+                y_UBH[part] = self._finish(x_UBH[part], attended[0][self._rows_of(block, i)])
             if keep_attention:
-                row.attended[i] = attended
+                row.attended[block.start] = attended
+        for i in self.idle.intersection(self.units[unit]):
+            part = self._within(unit, i)
+            y_UBH[part] = x_UBH[part]  # anything finite: no one reads it
 
     def backward_unit(
         self, row: OpenRow, unit: int, x_UBH: Tensor, dy_UBH: Tensor, gradients: GradientSums, dx_UBH: Tensor
@@ -201,40 +212,54 @@ class LayerSteps:
         chunks, graph = self.units[unit], None
         if len(chunks) == 1:
             graph = self._project_with_graph(x_UBH, chunks[0])
-            queries = {chunks[0]: self._keep_keys(row, chunks[0], *(t.detach() for t in graph[1]))}
+            q_UND = self._keep_keys(row, chunks[0], *(t.detach() for t in graph[1])).contiguous()
         else:
-            queries = self._project_unit(row, unit, x_UBH)
+            q_UND = self._project_unit(row, unit, x_UBH)
         if row.dk_SGD is None:
             row.dk_SGD, row.dv_SGD = key_gradients(row.k_SGD), key_gradients(row.v_SGD)
-        for i in reversed(chunks):
-            part = self._within(unit, i)
-            if i in self.idle:
-                dx_UBH[part], queries[i] = 0, torch.zeros_like(queries[i])
-                continue
-            dx_UBH[part], queries[i] = self._phase_a(row, i, x_UBH[part], queries[i], dy_UBH[part], gradients)
+        dq_UND = q_UND  # written over it, block by block
+        for block in reversed(self.blocks[unit]):
+            part = self._rows(unit, block)
+            dq_UND[part] = self._phase_a(row, unit, block, x_UBH, q_UND[part], dy_UBH, gradients, dx_UBH)
+        for i in self.idle.intersection(chunks):
+            dx_UBH[self._within(unit, i)], dq_UND[self._rows(unit, range(i, i + 1))] = 0, 0
         for i in reversed(chunks):
             part, span = self._within(unit, i), slice(*self.spans[i])
             x_CBH, qkv = graph or self._project_with_graph(x_UBH[part], i)
-            grads = (queries.pop(i), row.dk_SGD[span], row.dv_SGD[span])
+            grads = (dq_UND[self._rows(unit, range(i, i + 1))], row.dk_SGD[span], row.dv_SGD[span])
             grads = [g.to(t.dtype) for g, t in zip(grads, qkv, strict=True)]
             dx_UBH[part] += gradients.backward(qkv, grads, (x_CBH,), self.projection_parameters)[0]
             del x_CBH, qkv, grads
 
     def _phase_a(
-        self, row: OpenRow, i: int, x_CBH: Tensor, q_CND: Tensor, dy_CBH: Tensor, gradients: GradientSums
-    ) -> tuple[Tensor, Tensor]:
-        """dx (residual part) and dq of a chunk; adds to the row's dK and dV."""
-        found = row.attended.pop(i, None)
-        out_CND, lse_CN = found or attention_forward(q_CND, row.k_SGD, row.v_SGD, self.plans[i])
-        with torch.enable_grad():
-            x_CBH, leaf_CND = x_CBH.detach().requires_grad_(), out_CND.detach().requires_grad_()
-            y_CBH = self._finish(x_CBH, leaf_CND)
-        dx_CBH, dout_CND = gradients.backward((y_CBH,), (dy_CBH,), (x_CBH, leaf_CND), self.tail_parameters)
-        del y_CBH
-        dq_CND = attention_backward(
-            dout_CND, q_CND, row.k_SGD, row.v_SGD, out_CND, lse_CN, self.plans[i], row.dk_SGD, row.dv_SGD
-        )
-        return dx_CBH, dq_CND
+        self,
+        row: OpenRow,
+        unit: int,
+        block: range,
+        x_UBH: Tensor,
+        q_BND: Tensor,
+        dy_UBH: Tensor,
+        gradients: GradientSums,
+        dx_UBH: Tensor,
+    ) -> Tensor:
+        """dq of a block; writes dx (residual part) of its chunks into `dx_UBH`, adds to the row's dK and dV."""
+        plan, found = self._plan(block), row.attended.pop(block.start, None)
+        out_BND, lse_BN = found or attention_forward(q_BND, row.k_SGD, row.v_SGD, plan)
+        douts = []
+        for i in block:
+            part = self._within(unit, i)
+            with torch.enable_grad():
+                x_CBH = x_UBH[part].detach().requires_grad_()
+                leaf_CND = out_BND[self._rows_of(block, i)].detach().requires_grad_()
+                y_CBH = self._finish(x_CBH, leaf_CND)
+            dx_UBH[part], dout_CND = gradients.backward(
+                (y_CBH,), (dy_UBH[part],), (x_CBH, leaf_CND), self.tail_parameters
+            )
+            del y_CBH
+            douts.append(dout_CND)
+        dout_BND = torch.cat(douts) if len(douts) > 1 else douts[0]
+        del douts, dout_CND
+        return attention_backward(dout_BND, q_BND, row.k_SGD, row.v_SGD, out_BND, lse_BN, plan, row.dk_SGD, row.dv_SGD)
 
     # A chunk through the layer's modules.
 
@@ -252,15 +277,22 @@ class LayerSteps:
             return x_CBH, self._project(x_CBH, i)
 
     @torch.no_grad()
-    def _project_unit(self, row: OpenRow, unit: int, x_UBH: Tensor) -> dict[int, Tensor]:
-        """Queries of a unit's chunks; its keys and values go to the row."""
-        return {i: self._keep_keys(row, i, *self._project(x_UBH[self._within(unit, i)], i)) for i in self.units[unit]}
+    def _project_unit(self, row: OpenRow, unit: int, x_UBH: Tensor) -> Tensor:
+        """Queries `[U, N, D]` of a unit (of all ranks' tokens); its keys and values go to the row."""
+        q_UND = None
+        for i in self.units[unit]:
+            q_CND = self._keep_keys(row, i, *self._project(x_UBH[self._within(unit, i)], i))
+            if q_UND is None:
+                first, last = self._span(unit)
+                q_UND = q_CND.new_empty(last - first, *q_CND.shape[1:])
+            q_UND[self._rows(unit, range(i, i + 1))] = q_CND
+        return q_UND
 
     def _keep_keys(self, row: OpenRow, i: int, q_CND: Tensor, k_CGD: Tensor, v_CGD: Tensor) -> Tensor:
         if row.k_SGD is None:
             row.k_SGD, row.v_SGD = (t.new_empty(self.grid.length, *t.shape[1:]) for t in (k_CGD, v_CGD))
         row.k_SGD[slice(*self.spans[i])], row.v_SGD[slice(*self.spans[i])] = k_CGD, v_CGD
-        return q_CND.contiguous()  # not a view that keeps keys and values alive
+        return q_CND
 
     def _finish(self, x_CBH: Tensor, out_CND: Tensor) -> Tensor:
         """y of a chunk from its input and attention output: M(x + P(o))."""
@@ -272,6 +304,19 @@ class LayerSteps:
     def _span(self, unit: int) -> tuple[int, int]:
         chunks = self.units[unit]
         return self.spans[chunks[0]][0], self.spans[chunks[-1]][1]
+
+    def _plan(self, block: range) -> Plan:
+        return plan_attention(self.row.layout, self.spans[block.start][0], self.spans[block.stop - 1][1])
+
+    def _rows(self, unit: int, block: range) -> slice:
+        """Where a block lies in the unit's queries."""
+        first = self._span(unit)[0]
+        return slice(self.spans[block.start][0] - first, self.spans[block.stop - 1][1] - first)
+
+    def _rows_of(self, block: range, i: int) -> slice:
+        """Where a chunk lies in the block's queries."""
+        first = self.spans[block.start][0]
+        return slice(self.spans[i][0] - first, self.spans[i][1] - first)
 
     def _within(self, unit: int, i: int) -> slice:
         """Where a chunk lies in a rank's own tokens of its unit."""
@@ -307,6 +352,19 @@ def row_units(layout: Layout, grid: ChunkGrid) -> tuple[range, ...]:
     spans = grid.spans()
     seen = [keys_seen(plan_attention(layout, *span)) for span in spans]
     return tuple(chunk_units(seen, spans))
+
+
+def query_blocks(unit: range, idle: frozenset[int], most: int) -> list[range]:
+    """Runs of at most `most` chunks of a unit that attend together; idle chunks do not attend."""
+    blocks: list[range] = []
+    for i in unit:
+        if i in idle:
+            continue
+        if blocks and blocks[-1].stop == i and len(blocks[-1]) < most:
+            blocks[-1] = range(blocks[-1].start, i + 1)
+        else:
+            blocks.append(range(i, i + 1))
+    return blocks
 
 
 def _residual(x: Tensor, output_with_bias: tuple[Tensor, Tensor | None]) -> Tensor:

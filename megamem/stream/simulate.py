@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from megamem.layout.layout import Layout
-from megamem.ops.attention_plan import plan_attention
 from megamem.stream.schedule import RECEIVES_AHEAD, Op, choose_slack, sends_in_flight, stage_order
 from megamem.stream.trace import Event, Trace
 
@@ -260,13 +259,6 @@ def chunk_costs(kind: str, chunks: int, attention_share: float) -> list[UnitCost
     return [joined(units)] if kind == "full" else units
 
 
-def visible_pairs(layout: Layout, start: int, stop: int) -> int:
-    """How many (query, key) pairs the attention of the queries `[start, stop)` of a row computes."""
-    tiles = ((call.count, call.first) for call in plan_attention(layout, start, stop).calls)
-    # In a causal tile queries see 1, 2, ..., k_len keys, equally many queries each.
-    return sum(n * (t.q_len * (t.k_len + 1) // 2 if t.causal else t.q_len * t.k_len) for n, t in tiles)
-
-
 def layout_costs(
     layout: Layout,
     spans: Sequence[tuple[int, int]],
@@ -288,7 +280,7 @@ def layout_costs(
         Costs whose lengths are in tokens.
     """
     chunks = [
-        unit_cost(token * (stop - start), pair * visible_pairs(layout, start, stop), stop - start)
+        unit_cost(token * (stop - start), pair * layout.visible_pairs(start, stop), stop - start)
         for start, stop in spans
     ]
     return [joined([chunks[i] for i in unit]) for unit in units]

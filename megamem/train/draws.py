@@ -16,9 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megamem.config.architecture import Architecture
 from megamem.diffusion.noise import NoisePlan
 from megamem.layout.packing import RowShape, Share, Unit, draws, pack_draws
 from megamem.layout.trees import place
+from megamem.models.flops import model_flops
 from megamem.models.gpt import LogProbHead
 from megamem.models.row import Row, RowParams
 
@@ -104,6 +106,17 @@ class DrawRows(Sequence[DrawRow]):
         """Tokens that all rows run."""
         behind = sum(packed.trees[0].prefix for packed in self._packed if packed.prefix is not None)
         return sum(packed.layout.length for packed in self._packed) - behind
+
+    def model_flops(self, arch: Architecture) -> int:
+        """Operations that a forward and backward of all rows need (`models/flops.py`)."""
+        tokens = pairs = 0
+        for packed in self._packed:
+            start = 0 if packed.prefix is None else packed.trees[0].prefix
+            stop = sum(tree.length for tree in packed.trees)
+            tokens += stop - start
+            pairs += packed.layout.visible_pairs(start, stop)
+        scored = sum(int(sample.plan.masked_DL.sum()) for sample in self._samples)
+        return model_flops(arch, tokens, scored, pairs)
 
     def __len__(self) -> int:
         return len(self._packed)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megamem.errors import UserError
 from megamem.train.experience import response_length
-from megamem.train.run import Run
+from megamem.train.run import DTYPES, Run
 from megamem.train.update import Update
 
 
@@ -40,7 +40,8 @@ def step_metrics(
     response, mean over the draws that carry gradient), `log_ratio` (mean d, 0 on-policy), `grad_norm` (before clipping,
     mean over updates), `skipped` (updates with a loss or gradient that was not finite: these count nowhere else), `lr`,
     `tokens` (that the updates ran, over all ranks: a shared prompt counts once), `tokens_per_second` (of the updates),
-    `seconds`, `seconds_*` of each phase (of evaluation and checkpoint: those since the line before),
+    `mfu` (operations that the model needs for the rows of the updates, of those that all devices could have done in
+    the same time; where their peak is known), `seconds`, `seconds_*` of each phase (of evaluation and checkpoint: those since the line before),
     `peak_memory_gib` (largest rank), and `part_*` the task's own numbers.
     """
     eos_id, group = run.prepared.model.arch.eos_id, max(1, len(batch.rollouts) // _prompt_count(run))
@@ -60,9 +61,8 @@ def step_metrics(
     table = torch.stack([torch.stack([r.sums[name] for name in ("loss", "elbo", "draws", "ratio")]) for r in results])
     table = run.groups.sum_over_data(run.groups.from_last_stage(table.to(device)))
     done = [i for i, result in enumerate(results) if result.norm is not None]
-    tokens = run.groups.sum_over_data(
-        torch.tensor(float(sum(u.rows.tokens for u in updates)), dtype=torch.float64, device=device)
-    ).item()
+    tokens, flops = _work(run, updates)
+    peak = _peak_flops(run)
     if done:
         loss, elbo, draws, ratio = table[done].sum(0).tolist()
         metrics |= {
@@ -76,10 +76,28 @@ def step_metrics(
         "lr": run.optimizer.param_groups[0]["lr"],
         "tokens": tokens,
         "tokens_per_second": tokens / phases["update"],
+        **({"mfu": flops / (phases["update"] * peak)} if peak else {}),
         "seconds": seconds,
         **{f"seconds_{name}": value for name, value in phases.items()},
         "peak_memory_gib": _max_over_world(run.groups.device.peak_bytes() / 2**30, run),
     }
+
+
+def _work(run: Run, updates: Sequence[Update]) -> tuple[float, float]:
+    """Tokens that the updates ran and operations that the model needs for them, over all replicas."""
+    arch = run.prepared.model.arch
+    mine = [sum(u.rows.tokens for u in updates), sum(u.rows.model_flops(arch) for u in updates)]
+    tokens, flops = run.groups.sum_over_data(
+        torch.tensor(mine, dtype=torch.float64, device=run.groups.device.torch)
+    ).tolist()
+    return tokens, flops
+
+
+def _peak_flops(run: Run) -> float | None:
+    """Operations a second that all devices of the run could do."""
+    config = run.prepared.config
+    one = config.observe.peak_tflops or run.groups.device.peak_tflops(DTYPES[config.model.dtype])
+    return one and one * 1e12 * run.groups.world
 
 
 def _prompt_count(run: Run) -> int:

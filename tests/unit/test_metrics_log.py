@@ -67,8 +67,8 @@ def test_later_and_half_written_lines_go(tmp_path, tail):
 
 
 def test_nothing_is_rewritten_where_nothing_goes(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
     with full_disk(0):
-        MetricsLog(tmp_path, 1, tensorboard=False)
-    with full_disk(0):
-        assert "cannot be written" in refused(MetricsLog, tmp_path, 0, tensorboard=False) or True
+        MetricsLog(tmp_path, 2, tensorboard=False)
+        assert "metrics.jsonl: cannot be written" in refused(MetricsLog, tmp_path, 1, tensorboard=False)
+    assert lines(tmp_path) == [{"step": 0}, {"step": 1}]

@@ -54,6 +54,7 @@ def small_blocks_of_keys(monkeypatch):
     """Sizes are small here; so are attention's blocks of keys, or all rows would be shorter than one, and the whole
     rows that are faked."""
     monkeypatch.setattr(attention, "KEYS_AT_ONCE", 64)
+    monkeypatch.setattr("megamem.stream.layer.QUERIES_AT_ONCE", 64)
     monkeypatch.setattr(planner_estimate, "_WHOLE_ROWS", (128, 256))
 
 

@@ -21,7 +21,6 @@ from megamem.stream.simulate import (
     run_programs,
     simulate,
     unit_cost,
-    visible_pairs,
 )
 
 # The study's links: a message of a whole row costs 0.05 of a layer's forward; stages of four layers.
@@ -336,7 +335,7 @@ def test_pairs_are_those_of_the_mask(name, chunk):
     layout = LAYOUTS[name]
     mask = dense_mask(layout)
     for start, stop in ChunkGrid(64, chunk).spans():
-        assert visible_pairs(layout, start, stop) == int(mask[start:stop].sum())
+        assert layout.visible_pairs(start, stop) == int(mask[start:stop].sum())
 
 
 def test_costs_of_a_causal_row_are_the_table_s():
@@ -344,7 +343,7 @@ def test_costs_of_a_causal_row_are_the_table_s():
     layout, share = rows([4096], CAUSAL), 0.3
     spans = ChunkGrid(4096, 512).spans()
     token = (1 - share) / 4096
-    pair = token * share / (1 - share) * 4096 / visible_pairs(layout, 0, 4096)
+    pair = token * share / (1 - share) * 4096 / layout.visible_pairs(0, 4096)
     found = layout_costs(layout, spans, [range(i, i + 1) for i in range(8)], token, pair)
     for ours, table in zip(found, chunk_costs("causal", 8, share), strict=True):
         # The table's triangle has no diagonal: a half token per row more in ours.

@@ -21,7 +21,7 @@ from megamem.models.gpt import LogitsHead, LogProbHead
 from megamem.models.row import Row, RowParams
 from megamem.models.runner import Runner
 from megamem.platform.memory import LiveStorages
-from megamem.stream.layer import StreamOptions
+from megamem.stream.layer import StreamOptions, query_blocks
 from megamem.train.optim import wrap_for_training
 from tests.helpers import fill_by_name
 from tests.tol import assert_algebra, assert_exact, assert_floor
@@ -68,6 +68,8 @@ OPTIONS = [
     StreamOptions(8, 4, "input+attention", "cpu"),
 ]
 each_option = pytest.mark.parametrize("options", OPTIONS, ids=str)
+# A chunk attends alone, two or more together, all chunks of a unit together.
+each_queries = pytest.mark.parametrize("queries", [1, 9, BIG])
 
 
 def build(groups, arch, stream=None, dtype=torch.float64):
@@ -106,14 +108,18 @@ def assert_layers_equal(layer, layout: Layout, chunks: list[int]) -> None:
 
 
 @each_layout
-def test_layer_at_any_chunk_size(groups, layout):
+@each_queries
+def test_layer_at_any_chunk_size(groups, layout, queries, monkeypatch):
+    monkeypatch.setattr("megamem.stream.layer.QUERIES_AT_ONCE", queries)
     layer = build(groups, ARCHITECTURES["gqa"], OPTIONS[0]).decoder.layers[0]
     assert_layers_equal(layer, layout, [1, 3, 8, layout.length - 1, layout.length, layout.length + 5])
 
 
 @each_layout
 @each_option
-def test_layer_with_every_option(groups, layout, options):
+@each_queries
+def test_layer_with_every_option(groups, layout, options, queries, monkeypatch):
+    monkeypatch.setattr("megamem.stream.layer.QUERIES_AT_ONCE", queries)
     layer = build(groups, ARCHITECTURES["everything"], options).decoder.layers[0]
     assert_layers_equal(layer, layout, [4])
 
@@ -123,6 +129,21 @@ def test_layer_of_every_architecture(groups, arch):
     layer = build(groups, arch, OPTIONS[0]).decoder.layers[0]
     for layout in LAYOUTS.values():
         assert_layers_equal(layer, layout, [6])
+
+
+@pytest.mark.parametrize(
+    ("idle", "most", "blocks"),
+    [
+        ((), 1, [(2, 3), (3, 4), (4, 5), (5, 6), (6, 7)]),
+        ((), 2, [(2, 4), (4, 6), (6, 7)]),
+        ((), 9, [(2, 7)]),
+        ((4,), 9, [(2, 4), (5, 7)]),
+        ((2, 3, 6), 2, [(4, 6)]),
+        ((2, 3, 4, 5, 6), 2, []),
+    ],
+)
+def test_blocks_of_chunks_that_attend_together(idle, most, blocks):
+    assert query_blocks(range(2, 7), frozenset(idle), most) == [range(*block) for block in blocks]
 
 
 def test_layer_input_needs_no_gradient(groups):
