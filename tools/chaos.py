@@ -5,8 +5,8 @@
 Two processes train the tiny LLaDA of examples/01 on recorded rollouts. At random moments (also while it starts) the
 run meets a fault of `FAULTS`: SIGKILL to the whole job or to one rank, SIGTERM to the launcher, SIGUSR1 to one rank; a
 disk that is full, once; and, where Slurm answers, `scontrol requeue` of a job of two nodes (--slurm-address: what to
-call the first of them, where nodes cannot find each other by name). With `--layouts same` the result has to be bit-equal
-to the uninterrupted run's; with `random` every start takes another layout, and the result has to be as close as
+call the first of them, where nodes cannot find each other by name). With `--layouts same` the result has to be
+bit-equal to the uninterrupted run's; with `random` every start takes another layout, and the result has to be as close as
 uninterrupted runs on those layouts are. Prints a table; status 1 if
 anything was lost or differs.
 """
@@ -302,8 +302,8 @@ def chaos(job: Job, kills: int, seed: int, same: bool, slurm: bool) -> bool:
     well = not lost and found.weights <= allowed.weights and found.numbers <= allowed.numbers
     print(
         f"\n{len(rows)} kills, {job.steps} steps; steps done twice: {sum(row.lost for row in rows)}; more "
-        f"than allowed: {len(lost)}\nlargest difference from the uninterrupted run: weights {found.weights:.3g} (allowed "
-        f"{allowed.weights:.3g}), logged numbers {found.numbers:.3g} (allowed {allowed.numbers:.3g})\n"
+        f"than allowed: {len(lost)}\nlargest difference from the uninterrupted run: weights {found.weights:.3g} "
+        f"(allowed {allowed.weights:.3g}), logged numbers {found.numbers:.3g} (allowed {allowed.numbers:.3g})\n"
         + ("all well" if well else "NOT well")
     )
     return well

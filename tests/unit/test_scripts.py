@@ -39,7 +39,7 @@ def _code(text: str) -> str:
 def test_variables_have_their_defaults_in_one_place():
     text = {name: (ROOT / "launch" / name).read_text(encoding="utf-8") for name in SCRIPTS_OF_LAUNCH}
     defaults = {name: re.findall(r'^ *: "\$\{(\w+):=', body, re.MULTILINE) for name, body in text.items()}
-    exported = re.findall(r"\b[A-Z_]{2,}\b", "".join(re.findall(r"^export (.*)$", text["env.sh"], re.MULTILINE)))
+    exported = re.findall(r"\b[A-Z_]{2,}\b", " ".join(re.findall(r"^export (.*)$", text["env.sh"], re.MULTILINE)))
     assert set(exported) <= set(defaults["env.sh"]) and len(set(defaults["env.sh"])) == len(defaults["env.sh"])
     # Where env.sh is has to be known before, and the port follows from the job.
     assert defaults.pop("slurm.sbatch") == ["LAUNCH_DIR", "MASTER_PORT"]
