@@ -6,9 +6,8 @@ Two processes train the tiny LLaDA of examples/01 on recorded rollouts. At rando
 run meets a fault of `FAULTS`: SIGKILL to the whole job or to one rank, SIGTERM to the launcher, SIGUSR1 to one rank; a
 disk that is full, once; and, where Slurm answers, `scontrol requeue` of a job of two nodes (--slurm-address: what to
 call the first of them, where nodes cannot find each other by name). With `--layouts same` the result has to be
-bit-equal to the uninterrupted run's; with `random` every start takes another layout, and the result has to be as close as
-uninterrupted runs on those layouts are. Prints a table; status 1 if
-anything was lost or differs.
+bit-equal to the uninterrupted run's; with `random` every start takes another layout, and the result has to be as close
+as uninterrupted runs on those layouts are. Prints a table; status 1 if anything was lost or differs.
 """
 
 import argparse
