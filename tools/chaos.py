@@ -107,11 +107,15 @@ def _family(process: subprocess.Popen) -> list[psutil.Process]:
 
 
 def _ranks(process: subprocess.Popen) -> list[psutil.Process]:
-    return [
-        p
-        for p in _family(process)
-        if "megamem.cli.main" in p.cmdline() and "megamem.platform.elastic" not in p.cmdline()
-    ]
+    return [p for p in _family(process) if _is_rank(p)]
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    try:
+        words = process.cmdline()
+    except psutil.Error:  # it has just ended
+        return False
+    return "megamem.cli.main" in words and "megamem.platform.elastic" not in words
 
 
 def _send(process: subprocess.Popen, number: signal.Signals, targets: list[psutil.Process]) -> int:
