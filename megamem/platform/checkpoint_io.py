@@ -11,7 +11,6 @@ what checkpoints consist of. Tensors are safe by themselves: torch reads them wi
 import io
 import logging
 import pickle
-import queue
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,8 @@ import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonLoadStrategy
 from torch.distributed.checkpoint import DefaultLoadPlanner, filesystem
+
+_Writer = filesystem_async.FileSystemWriterAsync
 
 # All that a `.metadata` of tensors and objects names, beside torch's dtypes: plain data classes and enumerations.
 _METADATA = {
@@ -98,17 +99,38 @@ def restricted_reading() -> Iterator[None]:
 
 @contextmanager
 def results_through_files() -> Iterator[None]:
-    """Inside, writers that are prepared and forked hand their results back through a `ResultsFile` each.
+    """Inside, a rank's writer that is prepared and forked does all the work itself and hands its results back through a
+    `ResultsFile`.
 
-    They log no error by themselves: it is among the results.
+    It logs no error by itself: it is among the results.
     """
     level = filesystem_async.logger.level
     filesystem_async.logger.setLevel(logging.CRITICAL)
     try:
         with _replaced(filesystem_async, "_get_write_results_queue", lambda original: ResultsFile):
-            yield
+            with _replaced(
+                filesystem_async.FileSystemWriterAsync, "write_preloaded_data_multiproc", _write_in_one_process
+            ):
+                yield
     finally:
         filesystem_async.logger.setLevel(level)
+
+
+def _write_in_one_process(original: Callable[..., None]) -> Any:
+    """`write_preloaded_data_multiproc` without children: it would wait for one that was killed for good."""
+
+    def write(transforms: Any, use_msc: bool, rank: int, buckets: list[Any], results: ResultsFile) -> None:
+        written: list[tuple[int, Any]] = []
+        collect = SimpleNamespace(put=written.append)
+        count = SimpleNamespace(get=lambda: None, task_done=lambda: None)
+        for index, bucket in enumerate(buckets):
+            filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+                transforms, index, bucket, collect, count, use_fsync=True
+            )
+        failed = next((found for _, found in written if isinstance(found, Exception)), None)
+        results.put(failed or dict(written))
+
+    return staticmethod(write)
 
 
 @contextmanager
@@ -136,4 +158,4 @@ class ResultsFile:
         try:
             return pickle.load(self._file)  # written by this very process's child into a file without a name
         except EOFError:
-            raise queue.Empty from None
+            return RuntimeError("the process that writes it was killed")

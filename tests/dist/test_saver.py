@@ -13,6 +13,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from megatron.core import dist_checkpointing
@@ -44,7 +45,7 @@ def scenarios(groups, folder):
     """Every scenario on one run whose step count is set by hand; the results of all ranks."""
     run = build(tiny_config(folder / "model", folder / "unused", "parallel.tensor=2", "objective.name=sft"), groups)
     found = {}
-    for scenario in (keeping, background, one_rank_fails, main_rank_fails, blocked, blocked_and_stopping):
+    for scenario in SCENARIOS:
         found[scenario.__name__] = scenario(Told(run, folder / scenario.__name__))
     everyone = [None] * groups.world
     torch.distributed.all_gather_object(everyone, found)
@@ -154,6 +155,22 @@ def background(told):
         saver.finish()
         seen.append(told.names())
     return seen
+
+
+def writer_killed(told):
+    """The second rank's writer is killed in the middle of a background save: both are told, and can save again."""
+    saver, gate = told.saver(save_async=True), told.out / "gate"
+    with gated_writers(gate):
+        told.save(saver, 1)
+        if told.run.groups.world_rank == 1:
+            for child in psutil.Process().children(recursive=True):
+                child.kill()
+        told.run.groups.barrier()
+        gate.touch()
+        found = [told.attempt(saver.finish), told.names()]
+        told.save(saver, 2)
+        saver.finish()
+    return [*found, told.names()]
 
 
 def one_rank_fails(told):
@@ -276,6 +293,9 @@ def traps(groups, folder):
     return found
 
 
+SCENARIOS = (keeping, background, writer_killed, one_rank_fails, main_rank_fails, blocked, blocked_and_stopping)
+
+
 # --- what must hold -------------------------------------------------------------------------------------------------
 
 
@@ -328,6 +348,12 @@ def test_latest_moves_once_a_background_save_is_complete(everyone):
             (listing(1, 2, 3), "step_000003"),
             (listing(1, 2, 3, 4), "step_000004"),
         ]
+
+
+def test_a_writer_that_is_killed_is_told_on_all(everyone):
+    for stopped, left, after in (rank["writer_killed"] for rank in everyone):
+        assert "step_000001: checkpoint could not be written" in stopped and "was killed" in stopped
+        assert left == ([], None) and after == (listing(2), "step_000002")
 
 
 def test_one_rank_with_a_full_disk_stops_all_or_none(everyone):
