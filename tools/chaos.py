@@ -204,7 +204,9 @@ def strike(job: Job, run: str, layout: str, fault: str, chance: random.Random, s
     else:
         process = job.start(arguments, log)
         wait_for(process, folder, moment, before)
-        status = FAULTS[fault](process, chance) if process.poll() is None else process.wait()
+        if process.poll() is not None:
+            sys.exit(f"the run ended with {process.returncode} before it met its fault:\n{log.read_text()[-2000:]}")
+        status = FAULTS[fault](process, chance)
     return Kill(fault, layout, when, len(logged(folder)), saved(folder), status)
 
 
@@ -282,6 +284,8 @@ def chaos(job: Job, kills: int, seed: int, same: bool, slurm: bool) -> bool:
     chance = random.Random(seed)
     recorded = str(job.out / "rollouts")
     subprocess.run([sys.executable, EXAMPLE / "make_tiny_llada.py", job.out / "tiny"], cwd=ROOT, check=True)
+    settings = job.out / "tiny" / "config.json"  # two layers: so that two stages divide them
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"n_layers": 2}))
     first, *others = LAYOUTS
     finish(job, "reference", first, f"rollout.record={recorded}")
     replay = (f"rollout.replay={recorded}",)

@@ -36,6 +36,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 
     Status 0: finished; 75: asked to stop by SIGTERM or SIGUSR1, saved, to be started again; 2: a mistake, told.
     """
+    from megamem.cli.planned import planning
     from megamem.platform.signals import stop_signals
     from megamem.platform.watch import Watch
     from megamem.train.doctor import examine, remove_canary
@@ -45,16 +46,21 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     prepared = prepare(load_config(config, overrides or ()), ranks.world)
     settings, console = prepared.config, _console()
     for warning in examine(prepared, ranks, os.environ):
-        console.print(warning, markup=False)
+        console.print(str(warning), markup=False)
     with (
         stop_signals() as request,
+        planning(settings, ranks, os.environ) as planned,
         _groups(ranks, settings) as groups,
         Watch(groups, request, settings.train.timeout) as watch,
     ):
         from megamem.train.loop import train as run_training
+        from megamem.train.memory import memory_watched
+        from megamem.train.phases import Phases
 
         remove_canary(Path(settings.out), ranks)
-        finished = run_training(prepared, groups, console, request.asked, watch.pulse)
+        phases = Phases(groups.device, watch.pulse)
+        with memory_watched(settings, groups, phases):
+            finished = run_training(prepared, groups, console, request.asked, phases, planned)
     if not finished:
         raise typer.Exit(RUN_AGAIN)
 

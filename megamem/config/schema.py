@@ -182,6 +182,14 @@ class ObserveConfig(Section):
     wandb: str | None = Field(None, description="project to log to (pip install wandb)")
 
 
+class PlannedConfig(Section):
+    """What the planner predicts for a full row of `train.row_tokens`, in GiB: written by a run, read by people."""
+
+    peak_gib: NonNegativeFloat
+    stage: NonNegativeInt = Field(0, description="pipeline stage that needs most")
+    parts_gib: dict[str, NonNegativeFloat] = {}
+
+
 def _task_from_name(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
@@ -207,3 +215,4 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     observe: ObserveConfig = ObserveConfig()
+    planned: PlannedConfig | None = Field(None, description="written to out/config.yaml by observe.plan; no setting")

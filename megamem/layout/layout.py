@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 
 
 class Kind(Enum):
@@ -149,8 +150,10 @@ class Layout:
             query = self.segments[edge.query]
             first, last = max(query.start, start), min(query.stop, stop)
             if first < last:
-                part = Segment(first, last - first, query.position + first - query.start)
-                pairs += edge.relation.visible_pairs(part, self.segments[edge.key])
+                # Where they lie in the row does not matter; without it, equal ones are counted once.
+                part = Segment(0, last - first, query.position + first - query.start)
+                key = self.segments[edge.key]
+                pairs += _visible_pairs(edge.relation, part, Segment(0, key.length, key.position))
         return pairs
 
     def filled(self, length: int) -> Layout:
@@ -166,6 +169,11 @@ class Layout:
         return Layout(
             (*self.segments, Segment(self.length, length - self.length)), (*self.edges, Edge(filler, filler, FULL))
         )
+
+
+@lru_cache(maxsize=4096)
+def _visible_pairs(relation: Relation, query: Segment, key: Segment) -> int:
+    return relation.visible_pairs(query, key)
 
 
 def rows(lengths: Sequence[int], relation: Relation = FULL) -> Layout:

@@ -113,6 +113,22 @@ def make_plan(
     return Plan(job, machines, stream, tokens, rows, needs)
 
 
+def predict(job: Job, variant: Variant, data: int, tokens: int) -> Estimate:
+    """The stage that needs most of a job that runs one variant, with more rows of `tokens` than stages.
+
+    Args:
+        data: model replicas.
+
+    Raises:
+        UserError: the length is not one of this model.
+    """
+    check_length(job.arch, tokens)
+    pipeline = job.parallel.pipeline
+    statics = _statics(job, data, sorted({0, pipeline - 1}))
+    stages = [estimate(job, variant, static, stage, pipeline + 1, tokens) for stage, static in statics.items()]
+    return max(stages, key=lambda stage: stage.peak(tokens))
+
+
 def check_length(arch: Architecture, tokens: int) -> None:
     """A learned table of positions ends; RoPE does not."""
     if arch.positions == "learned" and tokens > arch.max_positions:

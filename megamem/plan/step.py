@@ -166,7 +166,8 @@ class WatchedStep:
         ids_S, target_T = (torch.zeros(tokens, dtype=torch.int64, device=self._groups.device.torch) for _ in range(2))
         prompt = min(self._job.prompt, tokens // 2)
         layout = sequence_layout(self._job.attention, [(prompt, tokens - prompt)])
-        head = StockHead(target_T) if self._variant.stream is None else LogProbHead(target_T)
+        stock = self._variant.stream is None and not self._variant.own_head
+        head = StockHead(target_T) if stock else LogProbHead(target_T)
         return Row(ids_S, RowParams(layout=layout), None, head)
 
 

@@ -17,10 +17,12 @@ class Variant:
     Attributes:
         stream: options of the streamed layers and head; None: whole rows and megatron-core's head.
         recompute: every layer is recomputed whole.
+        own_head: without streams, training's head and not the one it is compared with.
     """
 
     stream: StreamOptions | None = None
     recompute: bool = False
+    own_head: bool = False
 
 
 class StockHead:

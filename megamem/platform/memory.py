@@ -1,11 +1,18 @@
-"""Bytes of live tensor storages: what a step allocates, on any device, whatever the allocator keeps."""
+"""Bytes of live tensor storages: what a step allocates, on any device, whatever the allocator keeps. And its end."""
 
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from megamem.platform.device import Device
+
+_HISTORY = 200_000  # allocations and releases that are remembered
+# What libraries say that do not raise torch's own error: torch on a CPU, the CUDA runtime and NCCL, cuBLAS.
+_EXHAUSTED = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 class LiveStorages(TorchDispatchMode):
@@ -66,3 +73,24 @@ class LiveStorages(TorchDispatchMode):
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:
     return [x.untyped_storage() for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ended, of the device or of the host."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _EXHAUSTED)
+
+
+def record_allocations(device: Device) -> None:
+    """Remember where memory was taken and given back; a CPU's allocator cannot."""
+    if not device.is_cpu:
+        torch.cuda.memory._record_memory_history(max_entries=_HISTORY)
+
+
+def write_allocations(device: Device, path: Path) -> bool:
+    """Write what is remembered, for https://pytorch.org/memory_viz; whether there was anything to write."""
+    if device.is_cpu:
+        return False
+    torch.cuda.memory._dump_snapshot(str(path))
+    return True

@@ -212,7 +212,8 @@ class LayerSteps:
         chunks, graph = self.units[unit], None
         if len(chunks) == 1:
             graph = self._project_with_graph(x_UBH, chunks[0])
-            q_UND = self._keep_keys(row, chunks[0], *(t.detach() for t in graph[1])).contiguous()
+            q_CND = self._keep_keys(row, chunks[0], *(t.detach() for t in graph[1]))
+            q_UND = q_CND.contiguous()  # not a view that keeps keys and values alive
         else:
             q_UND = self._project_unit(row, unit, x_UBH)
         if row.dk_SGD is None:
@@ -252,12 +253,11 @@ class LayerSteps:
                 x_CBH = x_UBH[part].detach().requires_grad_()
                 leaf_CND = out_BND[self._rows_of(block, i)].detach().requires_grad_()
                 y_CBH = self._finish(x_CBH, leaf_CND)
-            dx_UBH[part], dout_CND = gradients.backward(
-                (y_CBH,), (dy_UBH[part],), (x_CBH, leaf_CND), self.tail_parameters
-            )
+            inputs = (x_CBH, leaf_CND)
+            dx_UBH[part], dout_CND = gradients.backward((y_CBH,), (dy_UBH[part],), inputs, self.tail_parameters)
             del y_CBH
             douts.append(dout_CND)
-        dout_BND = torch.cat(douts) if len(douts) > 1 else douts[0]
+        dout_BND = torch.cat(douts) if len(douts) > 1 else dout_CND
         del douts, dout_CND
         return attention_backward(dout_BND, q_BND, row.k_SGD, row.v_SGD, out_BND, lse_BN, plan, row.dk_SGD, row.dv_SGD)
 

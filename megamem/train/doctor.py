@@ -284,7 +284,7 @@ def grace(facts: Facts) -> Iterator[Finding]:
 
 
 def observing(facts: Facts) -> Iterator[Finding]:
-    """Packages that the configuration asks for."""
+    """What the configuration asks for can be had here."""
     if facts.config.observe.wandb and "wandb" not in facts.installed:
         yield Finding(
             "error",
@@ -292,6 +292,8 @@ def observing(facts: Facts) -> Iterator[Finding]:
             f"observe.wandb = {facts.config.observe.wandb!r}: wandb is not installed (pip install wandb); allowed "
             "without: null",
         )
+    if facts.config.observe.memory_snapshot and not facts.machine.gpus:
+        yield Finding("warning", "memory", "observe.memory_snapshot = true: only GPUs' allocators keep a history")
 
 
 # A check concerns the job (rank 0 tells) or each node (the first process of each; rank 0 tells for its own).

@@ -1,10 +1,11 @@
-"""What a run tells: progress bar, lines on the console, metrics.jsonl, tensorboard, and the state of the run folder.
+"""What a run tells: progress bar, lines on the console, metrics.jsonl, tensorboard, wandb, and the state of the run
+folder.
 
 Only the main process tells anything; the others' journals are silent.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -12,10 +13,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from megamem.config.load import dump_config
+from megamem.config.schema import PlannedConfig
+from megamem.errors import RUN_AGAIN
 from megamem.train.metrics import MetricsLog
 from megamem.train.prepare import describe
 from megamem.train.run import Run
+from megamem.train.wandb_log import WandbLog
 
+# What the planner found: a prediction, why there is none, or None as long as it works.
+Planned = Callable[[], PlannedConfig | str | None]
 State = Literal["running", "interrupted", "finished"]
 
 
@@ -24,16 +30,19 @@ class Journal:
 
     Args:
         first_step: the step that will be written first; what an interrupted run wrote from there on is dropped.
+        planned: asked at every line until it knows; then the prediction is added to config.yaml and to every line.
     """
 
-    def __init__(self, run: Run, console: Console, first_step: int):
-        config = run.prepared.config
+    def __init__(self, run: Run, console: Console, first_step: int, planned: Planned = lambda: None):
+        config = run.prepared.config.model_copy(update={"planned": None})  # an earlier start's
         self._run, self._console, self._out = run, console, Path(config.out)
-        self._log, self._progress = None, None
+        self._log, self._wandb, self._progress = None, None, None
+        self._planned, self._peak = planned, {}
         if run.groups.is_main:
             dump_config(config, self._out / "config.yaml")
             told = self.tell if config.train.on_save_error == "continue" else None
             self._log = MetricsLog(self._out, first_step, config.tensorboard, told)
+            self._wandb = WandbLog(config) if config.observe.wandb else None
             self._progress = _progress(console)
             self._bar = self._progress.add_task("training", total=config.train.steps, completed=run.finished, told="")
 
@@ -78,7 +87,11 @@ class Journal:
         """One step's numbers, everywhere."""
         if not self._log:
             return
+        self._look_at_plan()
+        metrics = {**metrics, **self._peak}
         self._log.write(step, metrics)
+        if self._wandb:
+            self._wandb.write(step, metrics)
         line, total = _line(metrics), self._run.prepared.config.train.steps
         self._progress.update(self._bar, completed=step, told=line)
         if not self._console.is_terminal or "eval_exact" in metrics:
@@ -90,6 +103,19 @@ class Journal:
             temporary = self._out / "status.tmp"
             temporary.write_text(json.dumps({"state": state, "step": self._run.finished}) + "\n", encoding="utf-8")
             temporary.replace(self._out / "status.json")
+        if self._wandb and state != "running":  # after everything is saved: sending may take longer than a stop leaves
+            self._wandb.close(0 if state == "finished" else RUN_AGAIN)
+
+    def _look_at_plan(self) -> None:
+        found = None if self._peak else self._planned()
+        if isinstance(found, str):
+            self.tell(f"no planned memory: {found}")
+            self._planned = lambda: None
+        elif found is not None:
+            self._peak = {"planned_peak_gib": found.peak_gib}
+            dump_config(self._run.prepared.config.model_copy(update={"planned": found}), self._out / "config.yaml")
+            parts = ", ".join(f"{name} {size:.2f}" for name, size in found.parts_gib.items() if size >= 0.005)
+            self.tell(f"planned peak of an update of full rows: {found.peak_gib:.2f} GiB ({parts})")
 
 
 def _progress(console: Console) -> Progress:

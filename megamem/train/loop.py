@@ -11,9 +11,10 @@ from megamem.platform.groups import Groups
 from megamem.train.checkpoint import read_info
 from megamem.train.evaluate import evaluate
 from megamem.train.interrupt import Interrupted, Interrupts
-from megamem.train.journal import Journal
+from megamem.train.journal import Journal, Planned
 from megamem.train.phases import Phases
 from megamem.train.prepare import Prepared, Prompt
+from megamem.train.profile import StepProfile
 from megamem.train.run import Run, build_run
 from megamem.train.saver import Saver
 from megamem.train.step import train_step
@@ -25,34 +26,38 @@ def train(
     groups: Groups,
     console: Console,
     asked: Callable[[], bool] = lambda: False,
-    pulse: Callable[[str | None], None] = lambda what: None,
+    phases: Phases | None = None,
+    planned: Planned = lambda: None,
 ) -> bool:
     """Train from where the run folder stands to `train.steps`; a collective call.
 
     Args:
         asked: whether this process knows of a request to stop.
-        pulse: told what this process does (`platform.watch.Watch.pulse`).
+        phases: told what this process does.
+        planned: what the planner found; of the main process.
 
     Returns:
         Whether the run is finished; if not, it was asked to stop, has saved, and goes on when it is started again.
     """
     config, resumed = prepared.config, prepared.resume_from
-    run = build_run(prepared, groups, True, Phases(groups.device, pulse), Interrupts(groups, asked))
+    run = build_run(prepared, groups, True, phases, Interrupts(groups, asked))
     # All read now: the checkpoint that is resumed from will be pruned.
     dtypes, unlogged = _source_dtypes(prepared), read_info(resumed).unlogged if resumed else {}
     _require_answers(run)
     # Identical on every rank, so the decision to evaluate is too.
     eval_prompts = _evaluation_prompts(prepared)
-    journal = Journal(run, console, run.finished + 1 if run.finished and not unlogged else run.finished)
+    first = run.finished + 1 if run.finished and not unlogged else run.finished
+    journal = Journal(run, console, first, planned)
     saver = Saver(run, dtypes, journal.tell)
     journal.announce(eval_prompts)
     journal.state("running")
     try:
-        with journal:
+        with journal, StepProfile(run, journal.tell) as profile:
             if unlogged or (run.finished == 0 and eval_prompts and config.eval.at_start):
                 journal.write(run.finished, unlogged | _evaluated(run, eval_prompts))
             for step in range(run.finished, config.train.steps):
                 unlogged = {}
+                profile.before(step + 1)
                 metrics = train_step(run, step)
                 if eval_prompts and _is_due(config.eval.every, step + 1, config):
                     unlogged = metrics

@@ -41,8 +41,8 @@ def step_metrics(
     mean over updates), `skipped` (updates with a loss or gradient that was not finite: these count nowhere else), `lr`,
     `tokens` (that the updates ran, over all ranks: a shared prompt counts once), `tokens_per_second` (of the updates),
     `mfu` (operations that the model needs for the rows of the updates, of those that all devices could have done in
-    the same time; where their peak is known), `seconds`, `seconds_*` of each phase (of evaluation and checkpoint: those since the line before),
-    `peak_memory_gib` (largest rank), and `part_*` the task's own numbers.
+    the same time; where their peak is known), `seconds`, `seconds_*` of each phase (of evaluation and checkpoint: those
+    since the line before), `peak_memory_gib` (largest rank), and `part_*` the task's own numbers.
     """
     eos_id, group = run.prepared.model.arch.eos_id, max(1, len(batch.rollouts) // _prompt_count(run))
     silent = (batch.advantage_N.view(-1, group) == 0).all(-1).double()
@@ -61,8 +61,8 @@ def step_metrics(
     table = torch.stack([torch.stack([r.sums[name] for name in ("loss", "elbo", "draws", "ratio")]) for r in results])
     table = run.groups.sum_over_data(run.groups.from_last_stage(table.to(device)))
     done = [i for i, result in enumerate(results) if result.norm is not None]
-    tokens, flops = _work(run, updates)
     peak = _peak_flops(run)
+    tokens, flops = _work(run, updates, peak is not None)
     if done:
         loss, elbo, draws, ratio = table[done].sum(0).tolist()
         metrics |= {
@@ -83,10 +83,11 @@ def step_metrics(
     }
 
 
-def _work(run: Run, updates: Sequence[Update]) -> tuple[float, float]:
-    """Tokens that the updates ran and operations that the model needs for them, over all replicas."""
+def _work(run: Run, updates: Sequence[Update], count: bool) -> tuple[float, float]:
+    """Tokens that the updates ran and, if they are to be counted, operations that the model needs for them, over all
+    replicas."""
     arch = run.prepared.model.arch
-    mine = [sum(u.rows.tokens for u in updates), sum(u.rows.model_flops(arch) for u in updates)]
+    mine = [sum(u.rows.tokens for u in updates), sum(u.rows.model_flops(arch) for u in updates) if count else 0]
     tokens, flops = run.groups.sum_over_data(
         torch.tensor(mine, dtype=torch.float64, device=run.groups.device.torch)
     ).tolist()

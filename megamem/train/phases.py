@@ -18,10 +18,14 @@ class Phases:
     Args:
         device: whose queued work belongs to the phase that queued it.
         pulse: told every operation that begins, and without a name that one goes on (`platform.watch.Watch.pulse`).
+
+    Attributes:
+        what: the phase, or `after` the last one.
     """
 
     def __init__(self, device: Device, pulse: Callable[[str | None], None] = lambda what: None):
         self._device, self._pulse = device, pulse
+        self.what = "start"
         self._name, self._started = "", 0.0
         self._seconds: dict[str, float] = defaultdict(float)
         self._own: dict[str, float] = defaultdict(float)
@@ -29,12 +33,16 @@ class Phases:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Inside is the phase `name`."""
-        self._pulse(name)
+        self._begin(name)
         self._name, self._started = name, self._device.time()
         with torch.profiler.record_function(f"megamem/{name}"):
             yield
         self._seconds[name] += self._device.time() - self._started
-        self._pulse(f"after {name}")
+        self._begin(f"after {name}")
+
+    def _begin(self, what: str) -> None:
+        self.what = what
+        self._pulse(what)
 
     def goes_on(self) -> None:
         """The phase makes progress."""

@@ -15,7 +15,7 @@ from tests.dist.harness import kill_family
 
 ROOT = Path(__file__).resolve().parents[2]
 # Of the clock and of the machine, not of the computation.
-MEASURED = ("tokens_per_second", "peak_memory_gib")
+MEASURED = ("tokens_per_second", "mfu", "peak_memory_gib", "planned_peak_gib")
 
 
 def start(arguments, world=1, **options):

