@@ -16,11 +16,13 @@ def test_ranges_are_those_of_setup():
     assert f'"torch{TABLE["torch"][0]}"' in setup
     assert f'"megatron-core{TABLE["megatron-core"][0]}"' in setup
     assert 'python_requires=">=3.10"' in setup
+    assert f'"mpi4py{TABLE["mpi4py"][0]}"' in setup
 
 
 def test_pins_are_those_of_makefile_and_requirements():
     assert f"torch=={TABLE['torch'][1]}" in (ROOT / "Makefile").read_text()
     assert f"megatron-core=={TABLE['megatron-core'][1]}" in (ROOT / "requirements.txt").read_text()
+    assert f"mpi4py=={TABLE['mpi4py'][1]}" in (ROOT / "requirements-launch.txt").read_text()
 
 
 def test_dockerfile():
