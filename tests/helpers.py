@@ -2,8 +2,10 @@
 
 import json
 import random
+import resource
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,17 @@ def refused(action: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     with pytest.raises(UserError) as caught:
         action(*args, **kwargs)
     return str(caught.value)
+
+
+@contextmanager
+def file_size(limit: int) -> Iterator[None]:
+    """No file of this process and its children grows beyond `limit` bytes: real writes end early, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def llada_config(**changes: Any) -> dict[str, Any]:

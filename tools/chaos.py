@@ -22,15 +22,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
 import torch
 from safetensors.torch import load_file
 
+from megamem.errors import RUN_AGAIN
+
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "01_sudoku_demo"
-RUN_AGAIN = 75
 SETTINGS = (
     "model.init=random", "rollout.prompts=4", "rollout.group=4", "noise.draws=2", "eval.every=0", "eval.at_start=false",
     "task.options.train_size=64", "task.options.test_size=8", "train.save_every=1", "optimizer.lr=1e-3",
@@ -170,12 +172,12 @@ def saved(run: Path) -> int:
     return max(steps, default=0)
 
 
-def wait_for(process: subprocess.Popen, run: Path, moment: Moment, before: int) -> None:
-    """Wait until the moment has come, or the process has ended."""
-    while moment.lines is not None and len(logged(run)) < before + moment.lines and process.poll() is None:
+def wait_for(moment: Moment, run: Path, before: int, ended: Callable[[], bool]) -> None:
+    """Wait until the moment has come, or the run has ended."""
+    while moment.lines is not None and len(logged(run)) < before + moment.lines and not ended():
         time.sleep(0.01)
     deadline = time.monotonic() + moment.pause
-    while time.monotonic() < deadline and process.poll() is None:
+    while time.monotonic() < deadline and not ended():
         time.sleep(0.01)
 
 
@@ -203,7 +205,7 @@ def strike(job: Job, run: str, layout: str, fault: str, chance: random.Random, s
         status, when = requeue(job, arguments, folder, moment, before), when
     else:
         process = job.start(arguments, log)
-        wait_for(process, folder, moment, before)
+        wait_for(moment, folder, before, lambda: process.poll() is not None)
         if process.poll() is not None:
             sys.exit(f"the run ended with {process.returncode} before it met its fault:\n{log.read_text()[-2000:]}")
         status = FAULTS[fault](process, chance)
@@ -230,15 +232,19 @@ def requeue(job: Job, arguments: list[str], run: Path, moment: Moment, before: i
         *arguments,
     ]
     number = subprocess.run(script, cwd=ROOT, env=environ, capture_output=True, text=True, check=True).stdout.strip()
-    waiting = subprocess.Popen(["sleep", "600"])  # stands for the job in wait_for
-    wait_for(waiting, run, moment, before)
+    wait_for(moment, run, before, partial(_has_left, number))
     subprocess.run(["scontrol", "requeue", number], check=True)
-    wait_for(waiting, run, Moment(1, 0.0), len(logged(run)))
+    wait_for(Moment(1, 0.0), run, len(logged(run)), partial(_has_left, number))
     subprocess.run(["scancel", "--full", number], check=True)
-    while subprocess.run(["squeue", "-h", "-j", number], capture_output=True, text=True, check=False).stdout.strip():
+    while not _has_left(number):
         time.sleep(0.5)
-    waiting.kill()
     return "requeued, cancelled"
+
+
+def _has_left(job: str) -> bool:
+    """Whether a Slurm job is no longer queued or running."""
+    asked = subprocess.run(["squeue", "-h", "-j", job], capture_output=True, text=True, check=False)
+    return not asked.stdout.strip()
 
 
 # --- comparison ----------------------------------------------------------------------------------------------------
@@ -246,7 +252,9 @@ def requeue(job: Job, arguments: list[str], run: Path, moment: Moment, before: i
 
 @dataclass(frozen=True)
 class Difference:
-    """Of a run from the reference: largest of any weight, and largest relative one of the logged numbers."""
+    """Of a run from the reference: largest of any weight, and largest of a logged number, relative to the largest
+    value that number has in the run.
+    """
 
     weights: float
     numbers: float
@@ -254,9 +262,11 @@ class Difference:
 
 def compare(job: Job, run: str) -> Difference:
     """A finished run against the reference."""
-    pairs = zip(logged(job.out / "reference"), logged(job.out / run), strict=True)
-    names = ("elbo", "grad_norm", "reward", "length")
-    numbers = [abs(a[n] - b[n]) / max(abs(a[n]), 1e-12) for a, b in pairs for n in names]
+    pairs = list(zip(logged(job.out / "reference"), logged(job.out / run), strict=True))
+    numbers = [
+        max(abs(a[name] - b[name]) for a, b in pairs) / max(max(abs(a[name]) for a, _ in pairs), 1e-12)
+        for name in ("elbo", "grad_norm", "reward", "length")
+    ]
     found = {name: weights(job, name) for name in ("reference", run)}
     differences = [(found["reference"][k] - found[run][k]).abs().max() for k in found["reference"]]
     return Difference(torch.stack(differences).max().item(), max(numbers))

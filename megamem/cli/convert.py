@@ -26,7 +26,7 @@ from megamem.platform.launch import Ranks
 from megamem.platform.local import run_locally
 from megamem.train.checkpoint import CheckpointInfo, copy_small_files, load_model
 from megamem.train.prepare import ModelFolder, open_model
-from megamem.train.save import save_checkpoint
+from megamem.train.save import begin_checkpoint
 
 # Largest logit difference, relative to the largest logit, that fp32 rounding explains: parity checkpoints measure 1e-6.
 FP32_NOISE = 2e-5
@@ -99,7 +99,7 @@ def _import_job(ranks: Ranks, hf: Path, out: Path, settings: ConvertConfig) -> N
         dtype = _holding_dtype(list(source.dtypes.values()))
         model = _build(folder, settings, groups, dtype)
         load_weights(model, folder.spec.tensor_maps(folder.arch), folder.arch, source, groups)
-        save_checkpoint(out, _import_info(folder, source, dtype), model, groups, hf)
+        begin_checkpoint(out, _import_info(folder, source, dtype), model, groups, hf).advance(wait=True)
 
 
 def _import_info(folder: ModelFolder, source: SafetensorsSource, dtype: torch.dtype) -> CheckpointInfo:
@@ -232,7 +232,7 @@ def verify_job(ranks: Ranks, hf: Path, reference: Path | None, settings: Convert
         info = CheckpointInfo(
             folder.spec.name, 0, False, str(imported.config.params_dtype).removeprefix("torch."), codes
         )
-        save_checkpoint(scratch / "import", info, imported, groups, hf)
+        begin_checkpoint(scratch / "import", info, imported, groups, hf).advance(wait=True)
         model = _build(folder, settings, groups, imported.config.params_dtype)
         load_model(scratch / "import", model)
         write_hf_folder(scratch / "export", folder, model, groups, info.dtypes)

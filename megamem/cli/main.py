@@ -5,7 +5,10 @@ A `UserError` is printed without a traceback, once per job, and ends with status
 
 import json
 import os
+import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -43,8 +46,9 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     from megamem.train.prepare import prepare
 
     ranks = discover_ranks(os.environ)
-    prepared = prepare(load_config(config, overrides or ()), ranks.world)
-    settings, console = prepared.config, _console()
+    settings, console = load_config(config, overrides or ()), _console()
+    with _told_by_every_node(ranks):
+        prepared = prepare(settings, ranks.world)
     for warning in examine(prepared, ranks, os.environ):
         console.print(str(warning), markup=False)
     with (
@@ -295,6 +299,19 @@ def doctor(
 def version() -> None:
     """Print the version."""
     print(__version__)
+
+
+@contextmanager
+def _told_by_every_node(ranks: Ranks) -> Iterator[None]:
+    """A mistake may lie on one node alone, as a file that only it lacks: its first process tells it, too."""
+    try:
+        yield
+    except RankError:
+        raise
+    except UserError as error:
+        if ranks.rank == 0 or ranks.local_rank != 0:
+            raise
+        raise RankError(f"{socket.gethostname()}: {error}") from None
 
 
 def _groups(ranks: Ranks, config: RunConfig):

@@ -12,7 +12,7 @@ from megamem.plan.step import Job
 from megamem.plan.units import parse_bytes
 from megamem.stream.layer import StreamOptions
 from megamem.train.prepare import open_model
-from megamem.train.run import DTYPES
+from megamem.train.run import DTYPES, attention_name
 
 
 def plan_run(
@@ -51,8 +51,7 @@ def plan_run(
         }
     )
     check(streamed, arch, machines.gpus, (world_divisible, model_divisible, streams_fit, optimizer_precision))
-    attention = arch.sequence_attention if config.model.attention == "native" else config.model.attention
-    job = Job(arch, DTYPES[config.model.dtype], parallel, attention)
+    job = Job(arch, DTYPES[config.model.dtype], parallel, attention_name(arch, config.model))
     stream = StreamOptions(s.chunk_tokens, s.head_tokens, s.save)
     tokens = tokens or config.train.row_tokens
     plan = make_plan(job, stream, machines, tokens, rows or parallel.pipeline, stage, progress)

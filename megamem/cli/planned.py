@@ -52,11 +52,10 @@ def plan_configured(config: RunConfig, world: int) -> PlannedConfig:
     from megamem.plan.step import Job
     from megamem.plan.variants import Variant
     from megamem.train.prepare import open_model
-    from megamem.train.run import DTYPES, stream_options
+    from megamem.train.run import DTYPES, attention_name, stream_options
 
     arch, parallel, tokens = open_model(Path(config.model.path)).arch, config.parallel, config.train.row_tokens
-    attention = arch.sequence_attention if config.model.attention == "native" else config.model.attention
-    job = Job(arch, DTYPES[config.model.dtype], parallel, attention)
+    job = Job(arch, DTYPES[config.model.dtype], parallel, attention_name(arch, config.model))
     variant = Variant(stream_options(config.stream), config.train.recompute == "full", own_head=True)
     found = predict(job, variant, world // (parallel.tensor * parallel.pipeline), tokens)
     parts = {name: round(size / 2**30, 4) for name, size in found.parts(tokens).items()}

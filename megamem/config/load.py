@@ -32,9 +32,9 @@ def parse(settings: dict[str, Any], overrides: Sequence[str], where: str) -> Run
     return _validated(RunConfig, _merged(settings, overrides, where), where)
 
 
-def dump_config(config: RunConfig, path: Path) -> None:
-    """Write the resolved configuration as YAML that `load_config` reads back."""
-    path.write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))), encoding="utf-8")
+def config_yaml(config: RunConfig) -> str:
+    """The resolved configuration as YAML that `load_config` reads back."""
+    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from typing import Literal
 import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 
 from megamem.config.rules import RULES
 from megamem.config.schema import RunConfig
@@ -30,7 +29,7 @@ from megamem.train.prepare import ModelFolder, Prepared
 
 _CANARY_SECONDS = 60.0  # above the half minute for which a network file system may remember an old folder
 _OPTIMIZER_BYTES = 12  # of a parameter: fp32 weight and two moments
-_OPTIONAL = ("nvidia-resiliency-ext", "wandb")
+_OPTIONAL = ("wandb",)
 # Where torchrun looks for its --shutdown-timeout, in its order.
 _SHUTDOWN = ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
 
@@ -152,7 +151,7 @@ def kernels(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "warning",
             "kernels",
-            f"neither {' nor '.join(found)}: torch's AdamW moves about three times the memory in an optimizer step and "
+            f"neither {' nor '.join(found)}: torch's AdamW passes over the optimizer's memory several times a step and "
             "needs 4 bytes more per parameter meanwhile (pip install megamem[gpu]; PyPI's apex is another package)",
         )
     yield from _flash(facts)
@@ -256,20 +255,6 @@ def _size(count: float) -> str:
     return f"{count:.3g} {unit}"
 
 
-def saving(facts: Facts) -> Iterator[Finding]:
-    """What checkpoints in the background need."""
-    core = facts.installed.get("megatron-core")
-    if not facts.config.train.save_async or core is None:
-        return
-    if Version(core[0]) >= Version("0.17") and "nvidia-resiliency-ext" not in facts.installed:
-        yield Finding(
-            "error",
-            "packages",
-            f"train.save_async = true: megatron-core {core[0]} needs nvidia-resiliency-ext for it (pip install "
-            "nvidia-resiliency-ext); allowed without: false",
-        )
-
-
 def grace(facts: Facts) -> Iterator[Finding]:
     """The launcher waits as long as the run believes."""
     asked, environ = facts.config.train.grace, facts.environ
@@ -306,7 +291,6 @@ CHECKS: dict[Check, Literal["job", "node"]] = {
     port: "job",
     shared_folder: "node",
     disk: "job",
-    saving: "node",
     grace: "job",
     observing: "job",
 }

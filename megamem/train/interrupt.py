@@ -57,11 +57,6 @@ class Interrupts:
         if self._can_give_up and self._groups.any(self._asked()):
             raise Interrupted
 
-    def between_steps(self) -> bool:
-        """Whether any rank was asked to stop; a collective call of the world."""
-        self._look()
-        return self._groups.any(self._asked())
-
     @contextmanager
     def held_off(self) -> Iterator[None]:
         """Nothing is given up inside: weights have changed, and the step has to be finished."""

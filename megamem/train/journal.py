@@ -12,9 +12,9 @@ from typing import Literal
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from megamem.config.load import dump_config
+from megamem.config.load import config_yaml
 from megamem.config.schema import PlannedConfig
-from megamem.errors import RUN_AGAIN
+from megamem.errors import RUN_AGAIN, UserError
 from megamem.train.metrics import MetricsLog
 from megamem.train.prepare import describe
 from megamem.train.run import Run
@@ -31,6 +31,10 @@ class Journal:
     Args:
         first_step: the step that will be written first; what an interrupted run wrote from there on is dropped.
         planned: asked at every line until it knows; then the prediction is added to config.yaml and to every line.
+
+    Raises:
+        UserError: here and in every method: a file of the run folder cannot be written, and `train.on_save_error` is
+            stop.
     """
 
     def __init__(self, run: Run, console: Console, first_step: int, planned: Planned = lambda: None):
@@ -39,12 +43,12 @@ class Journal:
         self._log, self._wandb, self._progress = None, None, None
         self._planned, self._peak = planned, {}
         if run.groups.is_main:
-            dump_config(config, self._out / "config.yaml")
+            self._progress = _progress(console)
+            self._bar = self._progress.add_task("training", total=config.train.steps, completed=run.finished, told="")
+            self._put("config.yaml", config_yaml(config))
             told = self.tell if config.train.on_save_error == "continue" else None
             self._log = MetricsLog(self._out, first_step, config.tensorboard, told)
             self._wandb = WandbLog(config) if config.observe.wandb else None
-            self._progress = _progress(console)
-            self._bar = self._progress.add_task("training", total=config.train.steps, completed=run.finished, told="")
 
     def __enter__(self) -> "Journal":
         if self._progress:
@@ -100,9 +104,7 @@ class Journal:
     def state(self, state: State) -> None:
         """Write `status.json`, for scripts that start the run again: its state and finished steps."""
         if self._log:
-            temporary = self._out / "status.tmp"
-            temporary.write_text(json.dumps({"state": state, "step": self._run.finished}) + "\n", encoding="utf-8")
-            temporary.replace(self._out / "status.json")
+            self._put("status.json", json.dumps({"state": state, "step": self._run.finished}) + "\n")
         if self._wandb and state != "running":  # after everything is saved: sending may take longer than a stop leaves
             self._wandb.close(0 if state == "finished" else RUN_AGAIN)
 
@@ -113,9 +115,22 @@ class Journal:
             self._planned = lambda: None
         elif found is not None:
             self._peak = {"planned_peak_gib": found.peak_gib}
-            dump_config(self._run.prepared.config.model_copy(update={"planned": found}), self._out / "config.yaml")
+            self._put("config.yaml", config_yaml(self._run.prepared.config.model_copy(update={"planned": found})))
             parts = ", ".join(f"{name} {size:.2f}" for name, size in found.parts_gib.items() if size >= 0.005)
             self.tell(f"planned peak of an update of full rows: {found.peak_gib:.2f} GiB ({parts})")
+
+    def _put(self, name: str, text: str) -> None:
+        """Write a small file in one piece: the old one, or the new one."""
+        path = self._out / name
+        temporary = path.with_suffix(".tmp")
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
+        except OSError as error:
+            told = f"{path}: cannot be written ({error.strerror})"
+            if self._run.prepared.config.train.on_save_error == "stop":
+                raise UserError(told) from None
+            self.tell(f"{told}; train.on_save_error = continue: training goes on")
 
 
 def _progress(console: Console) -> Progress:

@@ -51,6 +51,7 @@ def train(
     saver = Saver(run, dtypes, journal.tell)
     journal.announce(eval_prompts)
     journal.state("running")
+    metrics: dict[str, float] = {}  # of the last finished step
     try:
         with journal, StepProfile(run, journal.tell) as profile:
             if unlogged or (run.finished == 0 and eval_prompts and config.eval.at_start):
@@ -68,11 +69,10 @@ def train(
                 _save(run, saver, metrics, journal)
                 if config.train.straggler_every and (step + 1) % config.train.straggler_every == 0:
                     journal.tell(f"slowest ranks: {straggler_report(gather_times(run.phases.take_own(), groups))}")
-                if run.interrupts.between_steps():
-                    raise Interrupted
+                run.interrupts.agree()
     except Interrupted:
         # Weights are those of the last finished step. If it was being evaluated, its line is written on resuming.
-        saver.save({}, unlogged)
+        saver.save(metrics, unlogged)
     saver.finish()
     finished = run.finished == config.train.steps and not unlogged
     journal.state("finished" if finished else "interrupted")
@@ -98,13 +98,13 @@ def _save(run: Run, saver: Saver, metrics: dict[str, float], journal: Journal) -
         saver.poll()
         if _is_due(run.prepared.config.train.save_every, run.finished, run.prepared.config):
             saver.save(metrics)
-    if saver.seconds is not None:
+    if saver.seconds != before:
         needed, grace = run.interrupts.longest + saver.seconds, run.prepared.config.train.grace
         if before is None or needed > grace:
             journal.tell(
                 f"a stop takes up to about {needed:.1f} s: {run.interrupts.longest:.1f} s of work that is finished "
                 f"first, {saver.seconds:.1f} s to save; the launcher leaves train.grace = {grace:g} s"
-                + (". It is killed first: raise both, or save_async" if needed > grace else "")
+                + (" and would kill the run before it has saved: raise both" if needed > grace else "")
             )
     run.interrupts.restart_clock()
 

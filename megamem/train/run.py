@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from megamem.config.schema import RunConfig, StreamConfig
+from megamem.config.architecture import Architecture
+from megamem.config.schema import ModelConfig, RunConfig, StreamConfig
 from megamem.convert.weights import load_weights
 from megamem.models.build import build_model
 from megamem.models.gpt import DiffusionGPT
@@ -65,7 +66,7 @@ class Run:
         arch, prefix = self.prepared.model.arch, self.prepared.config.prefix
         share = prefix.form if prefix.share else "none"
         mask_id = None if arch.attention == "causal" else arch.mask_id
-        return DrawnModel(attention_name(self.prepared), arch.shifted_logits, mask_id, share)
+        return DrawnModel(attention_name(arch, self.prepared.config.model), arch.shifted_logits, mask_id, share)
 
     def decoding(self, step: int, training: bool) -> Decoding:
         """Decoding settings of a training rollout or of an evaluation."""
@@ -86,10 +87,9 @@ class Run:
         )
 
 
-def attention_name(prepared: Prepared) -> str:
+def attention_name(arch: Architecture, model: ModelConfig) -> str:
     """How a sequence attends: the model's own way, or the one asked for."""
-    asked = prepared.config.model.attention
-    return prepared.model.arch.sequence_attention if asked == "native" else asked
+    return arch.sequence_attention if model.attention == "native" else model.attention
 
 
 def stream_options(config: StreamConfig) -> StreamOptions | None:
@@ -130,7 +130,9 @@ def build_run(
         phases.goes_on()
         interrupts.poll()
 
-    sampler = Runner(model, groups, attention_name(prepared), streamed_pipeline(config, groups), poll)
+    sampler = Runner(
+        model, groups, attention_name(prepared.model.arch, config.model), streamed_pipeline(config, groups), poll
+    )
     run = Run(prepared, groups, model, sampler, phases, interrupts)
     if training:
         _add_training(run, prepared.resume_from)

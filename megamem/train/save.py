@@ -11,6 +11,7 @@ What only the first rank writes (common.pt, .metadata, metadata.json, megamem.js
 call: the other ranks would wait for it. So each such failure is caught where it happens and told to all afterwards.
 """
 
+import inspect
 import json
 import os
 import shutil
@@ -29,29 +30,16 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
-from megamem.config.load import dump_config
+from megamem.config.load import config_yaml
 from megamem.config.schema import RunConfig
 from megamem.errors import UserError
 from megamem.platform.checkpoint_io import results_through_files
 from megamem.platform.groups import Groups
 from megamem.train.checkpoint import INFO_NAME, CheckpointInfo, copy_small_files, first_line, sharded_state
 
-
-def save_checkpoint(
-    folder: Path,
-    info: CheckpointInfo,
-    model: nn.Module,
-    groups: Groups,
-    hf_folder: Path,
-    optimizer: Any = None,
-    config: RunConfig | None = None,
-) -> None:
-    """Write a checkpoint; a collective call. An existing `folder` is replaced only once the new one is complete.
-
-    Raises:
-        UserError: it could not be written (disk full, no permission); nothing but a temporary folder was touched.
-    """
-    begin_checkpoint(folder, info, model, groups, hf_folder, optimizer, config).advance(wait=True)
+# From 0.17 on megatron-core has a second writer, which is another package and the default.
+_CAN_CHOOSE = "async_strategy" in inspect.signature(TorchDistSaveShardedStrategy.async_save).parameters
+_OWN_WRITER = {"async_strategy": "mcore"} if _CAN_CHOOSE else {}
 
 
 def begin_checkpoint(
@@ -65,8 +53,10 @@ def begin_checkpoint(
 ) -> "Writing":
     """Start to write a checkpoint of the present state; a collective call. `advance` must follow until it is done.
 
+    An existing `folder` is replaced only once the new one is complete.
+
     Raises:
-        UserError: as `save_checkpoint`.
+        UserError: it could not be written (disk full, no permission); nothing but a temporary folder was touched.
     """
     temporary = folder.with_name(folder.name + ".tmp")
     weights = temporary / "weights"
@@ -83,7 +73,7 @@ def begin_checkpoint(
 
     def schedule() -> None:
         with results_through_files():
-            calls.schedule_async_request(strategy.async_save(sharded, weights))
+            calls.schedule_async_request(strategy.async_save(sharded, weights, **_OWN_WRITER))
 
     problem = _attempt(schedule)
     try:
@@ -149,14 +139,14 @@ class _Strategy(TorchDistSaveShardedStrategy):
 
     problem: str | None = None
 
-    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> Any:
+    def _get_save_and_finalize_callbacks(self, writer: Any, *others: Any) -> Any:
         finish = writer.finish
 
         def finish_or_keep_problem(*args: Any) -> None:
             self.problem = _attempt(lambda: finish(*args))
 
         writer.finish = finish_or_keep_problem
-        return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
+        return super()._get_save_and_finalize_callbacks(writer, *others)
 
 
 def flush_to_disk(path: Path) -> None:
@@ -173,7 +163,7 @@ def _prepare(temporary: Path, hf_folder: Path, config: RunConfig | None) -> None
     (temporary / "weights").mkdir(parents=True)
     copy_small_files(hf_folder, temporary / "hf")
     if config is not None:
-        dump_config(config, temporary / "config.yaml")
+        (temporary / "config.yaml").write_text(config_yaml(config), encoding="utf-8")
 
 
 def _write_common(common: dict[str, Any], weights: Path) -> None:

@@ -25,8 +25,8 @@ class RankTimes:
     seconds: Mapping[str, float]
 
 
-def straggler_report(times: Sequence[RankTimes], worst: int = 1) -> str:
-    """For every phase the `worst` slowest ranks against the median of all.
+def straggler_report(times: Sequence[RankTimes]) -> str:
+    """For every phase the slowest rank against the median of all.
 
     Args:
         times: of each rank; all know the same phases.
@@ -35,9 +35,9 @@ def straggler_report(times: Sequence[RankTimes], worst: int = 1) -> str:
     for phase in times[0].seconds:
         seconds = [t.seconds[phase] for t in times]
         median = statistics.median(seconds)
-        slowest = sorted(range(len(times)), key=lambda rank: -seconds[rank])[:worst]
-        told = ", ".join(f"rank {r} ({times[r].host}) {seconds[r] / max(median, 1e-9):.2f} x" for r in slowest)
-        parts.append(f"{phase} {told} of {median:.3g} s")
+        slowest = max(range(len(times)), key=seconds.__getitem__)
+        ratio = seconds[slowest] / max(median, 1e-9)
+        parts.append(f"{phase} rank {slowest} ({times[slowest].host}) {ratio:.2f} x of {median:.3g} s")
     return "; ".join(parts)
 
 

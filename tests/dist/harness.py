@@ -243,11 +243,17 @@ def tiny_config(model: Path, out: Path, *overrides: str) -> RunConfig:
     return parse(tiny_settings(model, out), overrides, "tiny run")
 
 
-def build(config: RunConfig, groups: Any, alter: Callable[[str, torch.Tensor], torch.Tensor] | None = None) -> Any:
+def build(
+    config: RunConfig,
+    groups: Any,
+    alter: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+    interrupts: Any = None,
+) -> Any:
     """A `Run` with a trainer; without an optimizer for float64, which megatron-core's optimizer cannot do.
 
     Args:
         alter: (Hugging Face name, tensor) -> tensor, applied to the first weights.
+        interrupts: as of `build_run`.
     """
     from megamem.config.rules import RULES, optimizer_precision
     from megamem.models.runner import Runner
@@ -260,9 +266,9 @@ def build(config: RunConfig, groups: Any, alter: Callable[[str, torch.Tensor], t
     if alter is not None:
         prepared = dataclasses.replace(prepared, weights=Altered(prepared.weights, alter))
     if config.model.dtype != "float64":
-        return build_run(prepared, groups, training=True)
+        return build_run(prepared, groups, training=True, interrupts=interrupts)
     run = build_run(prepared, groups, training=False)
-    run.trainer = Runner(wrap_for_training(run.model, config.parallel), groups, attention_name(prepared))
+    run.trainer = Runner(wrap_for_training(run.model, config.parallel), groups, attention_name(prepared.model.arch, config.model))
     run.prompts, _ = prepared.prompts("train", config.rollout.gen_length)
     return run
 

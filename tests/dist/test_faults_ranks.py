@@ -1,4 +1,6 @@
-"""Steps with a gradient that is no number on one rank, and what ranks know of each other's times."""
+"""Steps with a gradient that is no number on one rank, steps that are asked to stop, and what ranks know of each
+other's times.
+"""
 
 import tempfile
 from pathlib import Path
@@ -7,6 +9,7 @@ import pytest
 import torch
 
 from megamem.errors import UserError
+from megamem.train.interrupt import Interrupted, Interrupts
 from megamem.train.step import train_step
 from megamem.train.stragglers import RankTimes, gather_times, straggler_report
 from tests.dist.harness import Cases, Grid, Outcome, build, run_ranks, tiny_config, tiny_model
@@ -55,10 +58,49 @@ def too_many(groups, folder):
         return str(error)
 
 
+def stopped_run(groups, folder, grid):
+    """A step of two optimizer steps, which the last rank is asked to give up: never, at its start, in the first
+    optimizer step. Per request: whether it was given up, steps finished, whether the next look stops, weights.
+    """
+    parallel = (f"parallel.tensor={grid.tensor}", f"parallel.pipeline={grid.pipeline}")
+    found = []
+    for request in ("never", "start", "first update"):
+        told = [request == "start" and groups.world_rank == groups.world - 1]
+        interrupts = Interrupts(groups, lambda told=told: told[0])
+        config = tiny_config(folder / "model", folder / f"{grid} {request}", "train.updates=2", *parallel)
+        run = build(config, groups, interrupts=interrupts)
+        before = [p.detach().clone() for p in run.model.parameters()]
+        finalize = run.model.config.finalize_model_grads_func
+
+        def ask(*args, told=told, request=request, finalize=finalize, **kwargs):
+            finalize(*args, **kwargs)  # the last look before the optimizer step
+            told[0] |= request == "first update" and groups.world_rank == groups.world - 1
+
+        run.model.config.finalize_model_grads_func = ask
+        given_up = raises(Interrupted, lambda run=run: train_step(run, 0))
+        changed = [not torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True)]
+        weights = [p.detach().clone() for p in run.model.parameters()]
+        found.append((given_up, run.finished, raises(Interrupted, interrupts.agree), any(changed), weights))
+    same = all(torch.equal(a, b) for a, b in zip(found[0][-1], found[2][-1], strict=True))
+    everyone = [None] * groups.world
+    torch.distributed.all_gather_object(everyone, [[row[:-1] for row in found], same])
+    return everyone
+
+
+def raises(kind, action):
+    try:
+        action()
+    except kind:
+        return True
+    return False
+
+
 def job(ranks, folder):
     cases = Cases(ranks)
     for grid in GRIDS:
         cases.run(grid, {str(grid): (poisoned_run, (Path(folder), grid))})
+    for grid in (Grid(data=2), Grid(pipeline=2)):
+        cases.run(grid, {f"stopped {grid}": (stopped_run, (Path(folder), grid))})
     cases.run(Grid(), {"too many": (too_many, (Path(folder),))})
     return cases.results, cases.errors, cases.seconds
 
@@ -82,6 +124,13 @@ def test_a_step_without_a_finite_gradient_changes_nothing(outcome, grid):
 def test_every_rank_tells_its_own_times(outcome, grid):
     _, phases, probed = outcome[str(grid)]
     assert phases == [["rollout", "update", "probe"]] * grid.world and probed
+
+
+@pytest.mark.parametrize("grid", [Grid(data=2), Grid(pipeline=2)], ids=str)
+def test_a_step_is_given_up_before_its_first_optimizer_step_and_finished_after(outcome, grid):
+    #        given up, finished, the next look stops, weights changed
+    never, start, late = (False, 1, False, True), (True, 0, True, False), (False, 1, True, True)
+    assert outcome[f"stopped {grid}"] == [[[never, start, late], True]] * 2
 
 
 def test_too_many_end_the_run(outcome):

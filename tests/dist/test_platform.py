@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megamem.train.checkpoint import CheckpointInfo, load_training
-from megamem.train.save import save_checkpoint
+from megamem.train.save import begin_checkpoint
 from megamem.train.step import learn_from_answers, make_updates, train_step
 from megamem.train.update import backward
 from tests.dist.harness import (
@@ -122,7 +122,7 @@ def one_step_in_fp64(groups, folder):
 def save(run, folder):
     spec, dtype = run.prepared.model.spec, run.prepared.config.model.dtype
     info = CheckpointInfo(spec.name, run.finished, has_optimizer=True, weights=dtype)
-    save_checkpoint(folder, info, run.model, run.groups, run.prepared.model.hf, run.optimizer)
+    begin_checkpoint(folder, info, run.model, run.groups, run.prepared.model.hf, run.optimizer).advance(wait=True)
 
 
 def optimizer_state(run):

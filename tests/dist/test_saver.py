@@ -23,10 +23,10 @@ from megamem.errors import UserError
 from megamem.models.build import build_model
 from megamem.train.checkpoint import choose_checkpoint, latest_name, list_checkpoints, load_model, read_info
 from megamem.train.prepare import open_model
-from megamem.train.save import begin_checkpoint, save_checkpoint
+from megamem.train.save import begin_checkpoint
 from megamem.train.saver import Saver
 from tests.dist.harness import Cases, Grid, Outcome, build, run_ranks, tiny_config, tiny_model
-from tests.helpers import refused
+from tests.helpers import file_size, refused
 
 RANKS = Grid(tensor=2)
 
@@ -87,17 +87,6 @@ class Told:
         found = sorted(path.name for path in (self.out / "checkpoints").iterdir()), latest_name(self.out)
         self.run.groups.barrier()
         return found
-
-
-@contextmanager
-def file_size(limit):
-    """No file of this process and its children grows beyond `limit` bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @contextmanager
@@ -202,7 +191,7 @@ def main_rank_fails(told):
     info = read_info(told.out.parent / "background" / "checkpoints" / "step_000001")
     with file_size(1_000 if run.groups.is_main else resource.RLIM_INFINITY):
         found["common.pt"] = told.attempt(
-            lambda: save_checkpoint(target, info, run.model, run.groups, small, run.optimizer)
+            lambda: begin_checkpoint(target, info, run.model, run.groups, small, run.optimizer).advance(wait=True)
         )
     writing = begin_checkpoint(target, info, run.model, run.groups, small, run.optimizer)
     if run.groups.is_main:

@@ -1,6 +1,5 @@
 """`megamem` commands as a user starts them, and what they leave behind."""
 
-import json
 import os
 import subprocess
 import sys
@@ -12,10 +11,9 @@ from types import SimpleNamespace
 import psutil
 
 from tests.dist.harness import kill_family
+from tests.run_folder import metrics
 
 ROOT = Path(__file__).resolve().parents[2]
-# Of the clock and of the machine, not of the computation.
-MEASURED = ("tokens_per_second", "mfu", "peak_memory_gib", "planned_peak_gib")
 
 
 def start(arguments, world=1, **options):
@@ -59,20 +57,6 @@ def workers(process) -> list[int]:
     )
 
 
-def metrics(run):
-    """The lines of a run's log."""
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def computed(run):
-    """The lines of a run's log without what was measured."""
-    return [
-        {key: value for key, value in line.items() if key not in MEASURED and not key.startswith("seconds")}
-        for line in metrics(run)
-    ]
-
-
 def wait_for(process, happened: Callable[[], bool], timeout=600.0) -> None:
     """Wait until something has happened while a process runs."""
     deadline = time.monotonic() + timeout
@@ -84,5 +68,4 @@ def wait_for(process, happened: Callable[[], bool], timeout=600.0) -> None:
 
 def has_lines(run, count: int) -> Callable[[], bool]:
     """Whether a run's log has so many lines."""
-    log = run / "metrics.jsonl"
-    return lambda: log.exists() and log.read_text().count("\n") >= count
+    return lambda: len(metrics(run)) >= count

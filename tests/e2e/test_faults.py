@@ -10,7 +10,8 @@ import yaml
 
 from megamem.errors import RUN_AGAIN
 from tests.dist.harness import tiny_model, tiny_settings
-from tests.e2e.jobs import computed, finish, has_lines, metrics, start, wait_for, workers
+from tests.e2e.jobs import finish, has_lines, start, wait_for, workers
+from tests.run_folder import computed, metrics
 
 STEPS = 5
 

@@ -9,7 +9,8 @@ import yaml
 from megamem.config.load import load_config
 from megamem.errors import RUN_AGAIN
 from tests.dist.harness import tiny_model, tiny_settings
-from tests.e2e.jobs import finish, metrics, start, wait_for
+from tests.e2e.jobs import finish, start, wait_for
+from tests.run_folder import metrics
 
 PEAK = 0.05  # TFLOPS
 

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from tests.dist.harness import Cases, Grid, Outcome, run_ranks, tiny_model, tiny_settings
-from tests.e2e.jobs import computed, finish, has_lines, kill, metrics, start, wait_for
+from tests.e2e.jobs import finish, has_lines, kill, start, wait_for
+from tests.run_folder import computed, metrics
 from tests.tol import assert_exact
 
 STEPS, SAVE_EVERY, KEEP, KILL_AFTER = 6, 1, 2, 3  # so that the checkpoint resumed from is pruned on the way

@@ -14,7 +14,8 @@ import yaml
 
 from megamem.train.checkpoint import choose_checkpoint, latest_name, list_checkpoints
 from tests.dist.harness import tiny_model, tiny_settings
-from tests.e2e.jobs import computed, finish, metrics, start, wait_for
+from tests.e2e.jobs import finish, start, wait_for
+from tests.run_folder import computed, metrics
 
 STEPS = 8
 

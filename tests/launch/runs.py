@@ -13,13 +13,11 @@ from typing import Any
 import yaml
 
 from tests.dist.harness import kill_family, tiny_settings
+from tests.run_folder import checkpoints, steps
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, SAVE_EVERY = 40, 10
 INTERRUPT_AFTER = 13  # steps; between two regular checkpoints, so that a save at the signal shows
-INTERRUPTED = 75
-# Of the clock and of the machine, not of the computation.
-MEASURED = ("seconds", "tokens_per_second", "peak", "mfu", "planned")
 
 
 def environment(**variables: Any) -> dict[str, str]:
@@ -50,24 +48,6 @@ def write_config(folder: Path, name: str) -> Path:
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(settings), encoding="utf-8")
     return path
-
-
-def steps(run: Path) -> list[int]:
-    """Steps in the log of a run; a line that is being written does not count."""
-    return [line["step"] for line in metrics(run)]
-
-
-def metrics(run: Path) -> list[dict[str, float]]:
-    """What a run computed, step by step."""
-    path = run / "metrics.jsonl"
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    return [{key: value for key, value in line.items() if not key.startswith(MEASURED)} for line in lines]
-
-
-def checkpoints(run: Path) -> list[int]:
-    """Steps of complete checkpoints."""
-    return sorted(int(path.parent.name[5:]) for path in run.glob("checkpoints/step_??????/megamem.json"))
 
 
 def wait_for(what: Callable[[], Any], told: Callable[[], str], seconds: float = 300.0) -> Any:

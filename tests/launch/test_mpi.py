@@ -7,22 +7,21 @@ from pathlib import Path
 
 import pytest
 
+from megamem.errors import RUN_AGAIN
 from tests.launch.runs import (
     INTERRUPT_AFTER,
-    INTERRUPTED,
     ROOT,
     STEPS,
     assert_complete,
     assert_places,
-    checkpoints,
     discover,
     finish,
     interrupt,
     start,
-    steps,
     wait_for_step,
     write_config,
 )
+from tests.run_folder import checkpoints, steps
 
 if not find_spec("mpi4py") or not (Path(sys.executable).parent / "mpirun").exists():
     pytest.skip("no MPI: pip install -r requirements-launch.txt", allow_module_level=True)
@@ -50,7 +49,7 @@ def test_a_run_under_mpi_is_interrupted_and_finishes(folder):
     process = start("mpirun.sh", "train", config, log=log, NPROC=2, MPI_ARGS=MPI_ARGS)
     wait_for_step(run, INTERRUPT_AFTER, process, log)
     interrupt(process, signal.SIGTERM)
-    assert finish(process, log) == INTERRUPTED, log.read_text()
+    assert finish(process, log) == RUN_AGAIN, log.read_text()
     reached = steps(run)[-1]
     assert INTERRUPT_AFTER <= reached < STEPS and checkpoints(run)[-1] == reached, log.read_text()
     process = start("mpirun.sh", "train", config, log=log, NPROC=2, MPI_ARGS=MPI_ARGS)

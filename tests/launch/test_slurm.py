@@ -14,14 +14,12 @@ from tests.launch.runs import (
     STEPS,
     assert_complete,
     assert_places,
-    checkpoints,
     discover,
     environment,
-    metrics,
-    steps,
     wait_for,
     write_config,
 )
+from tests.run_folder import checkpoints, computed, steps
 
 if absent := slurm.missing():
     pytest.skip(f"no Slurm: {absent}", allow_module_level=True)
@@ -113,7 +111,7 @@ def test_an_interrupted_job_saves_and_goes_on(request, name):
 
 
 def test_both_ways_compute_the_same(signalled, requeued):
-    assert metrics(signalled.run) == metrics(requeued.run)
+    assert computed(signalled.run) == computed(requeued.run)
 
 
 def test_logs_are_kept_by_restart_and_task(signalled):

@@ -4,22 +4,20 @@ import signal
 
 import pytest
 
+from megamem.errors import RUN_AGAIN
 from tests.launch.runs import (
     INTERRUPT_AFTER,
-    INTERRUPTED,
     SAVE_EVERY,
     STEPS,
     assert_complete,
-    checkpoints,
     finish,
     interrupt,
     kill,
-    metrics,
     start,
-    steps,
     wait_for_step,
     write_config,
 )
+from tests.run_folder import checkpoints, computed, steps
 
 PORT = 15731  # of nobody, and below those handed out to clients
 
@@ -65,10 +63,10 @@ def test_a_signal_to_one_node_saves_the_job(folder, killed):
     nodes = Nodes(folder, "torchrun_term")
     nodes.wait_for_step(INTERRUPT_AFTER)
     interrupt(nodes.nodes[1], signal.SIGTERM)
-    assert nodes.finish() == [INTERRUPTED, INTERRUPTED], nodes.told()
+    assert nodes.finish() == [RUN_AGAIN, RUN_AGAIN], nodes.told()
     reached = steps(nodes.run)[-1]
     assert INTERRUPT_AFTER <= reached < STEPS and checkpoints(nodes.run)[-1] == reached, nodes.told()
     resumed = Nodes(folder, "torchrun_term", 1)
     assert resumed.finish() == [0, 0], resumed.told()
     assert_complete(resumed.run, reached, resumed.told())
-    assert metrics(resumed.run) == metrics(killed.run)  # bit-equal, whatever happened to either
+    assert computed(resumed.run) == computed(killed.run)  # bit-equal, whatever happened to either

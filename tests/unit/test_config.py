@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megamem.config.architecture import Architecture
-from megamem.config.load import dump_config, load_config, parse
+from megamem.config.load import config_yaml, load_config, parse
 from megamem.config.rules import LAYOUT_RULES, RULES, check
 from megamem.config.schema import RunConfig
 from tests.helpers import refused
@@ -136,7 +136,7 @@ def test_dump_and_load(tmp_path):
         "optimizer.lr=1e-6", "optimizer.eps=1e-12", "optimizer.betas=[0.1,0.2]", "objective.clip_low=0.2", "seed=7",
         "task.options={a: [1, 2.5, null], b: {c: 'yes'}}", "train.resume=false", "model.path='1e3'",
     )  # fmt: skip
-    dump_config(c, tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_text(config_yaml(c))
     assert load_config(tmp_path / "config.yaml") == c
     assert load_config(tmp_path / "config.yaml", ["seed=8"]) == c.model_copy(update={"seed": 8})
 

@@ -13,8 +13,8 @@ import yaml
 from typer.testing import CliRunner
 
 from megamem.cli.doctor import diagnose, report
-from megamem.cli.main import app
-from megamem.errors import RankError
+from megamem.cli.main import app, train
+from megamem.errors import RankError, UserError
 from megamem.platform import machine as machine_module
 from megamem.platform.launch import Ranks
 from megamem.platform.machine import QUEUES, Machine, listen_problem, this_machine
@@ -30,7 +30,6 @@ BLACKWELL = replace(HOPPER, gpu="B200", capability=(10, 0))
 VERSIONS = {
     "torch": ("2.13.0+cpu", ">=3.10"),
     "megatron-core": ("0.16.1", ">=3.10"),
-    "nvidia-resiliency-ext": ("0.6.0", ""),
     "wandb": ("0.20.0", ">=3.8"),
 }
 REQUIREMENTS = ("torch>=2.6", "megatron-core<0.20,>=0.16", 'pytest>=8; extra == "test"')
@@ -124,14 +123,6 @@ TABLE = [
     ("disk", (), {"free": 1_000_000, "checkpoints": 2}, "ok", ["2 more"]),
     ("disk", (), {"free": 300_000, "checkpoints": 9}, "error", ["1 more", "not one fits"]),
     ("disk", (), {"free": 0, "model": None}, None, []),
-    ("saving", (), {"installed": without("nvidia-resiliency-ext")}, None, []),
-    ("saving", ("train.save_async=true",), {"installed": without("nvidia-resiliency-ext")}, None, []),
-    (
-        "saving", ("train.save_async=true",),
-        {"installed": {"megatron-core": ("0.17.0", "")}}, "error",
-        ["train.save_async = true", "megatron-core 0.17.0", "pip install nvidia-resiliency-ext", "false"],
-    ),
-    ("saving", ("train.save_async=true",), {"installed": versions_with(megatron_core=("0.18.2", ""))}, None, []),
     ("observing", (), {"installed": without("wandb")}, None, []),
     ("observing", ("observe.wandb=x",), {}, None, []),
     (
@@ -221,14 +212,14 @@ def test_checkpoint_bytes(tmp_path, groups):
     """Against a checkpoint on the disk; the model's vocabulary is padded there, 87 rows to 128."""
     from megamem.train.checkpoint import CheckpointInfo
     from megamem.train.run import build_run
-    from megamem.train.save import save_checkpoint
+    from megamem.train.save import begin_checkpoint
 
     folder = tiny_model(tmp_path / "model", d_model=128, mlp_hidden_size=384)
     config = tiny_config(folder, tmp_path / "run")
     run = build_run(prepare(config, 1), groups, training=True)
     run.optimizer.step()  # of no gradient; its moments exist from here on
     target, info = tmp_path / "run" / "checkpoints" / "step_000000", CheckpointInfo("llada", 0, True, "float32")
-    save_checkpoint(target, info, run.model, groups, folder, run.optimizer, config)
+    begin_checkpoint(target, info, run.model, groups, folder, run.optimizer, config).advance(wait=True)
     real = sum(path.stat().st_size for path in target.rglob("*"))
     told = checkpoint_bytes(open_model(folder), "float32")
     assert 0.9 * real < told < real, (told, real)
@@ -423,6 +414,20 @@ def test_another_node_tells_its_own_errors(tiny, tmp_path):
     with pytest.raises(RankError, match="^" + socket.gethostname() + ": error: configuration: task.name"):
         diagnose(config, SECOND_NODE, {}, None, None)
     assert diagnose(config, replace(SECOND_NODE, rank=9, local_rank=1), {}, None, None) == []
+
+
+def test_another_node_tells_what_a_start_lacks_there(tmp_path, monkeypatch):
+    """Its first process does; the others and all of the first node leave it to rank 0 and to that one."""
+    settings = tiny_settings(tmp_path / "nothing", tmp_path / "run")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    place = {"MASTER_ADDR": "n0", "MASTER_PORT": "9", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    for rank in range(4):
+        for name, value in (place | {"RANK": str(rank), "LOCAL_RANK": str(rank % 2)}).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match="nothing") as caught:
+            train(tmp_path / "run.yaml")
+        told = isinstance(caught.value, RankError)
+        assert told == (rank == 2) and str(caught.value).startswith(socket.gethostname()) == told
 
 
 @pytest.mark.parametrize(

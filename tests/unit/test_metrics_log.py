@@ -1,24 +1,11 @@
 """metrics.jsonl where it cannot be written: nothing is lost, no line is spoilt."""
 
 import json
-import resource
-from contextlib import contextmanager
 
 import pytest
 
 from megamem.train.metrics import MetricsLog
-from tests.helpers import refused
-
-
-@contextmanager
-def full_disk(bytes_per_file):
-    """Files of this process do not grow beyond so many bytes: a real write that ends early."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_per_file, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+from tests.helpers import file_size, refused
 
 
 def lines(folder):
@@ -30,7 +17,7 @@ def test_lines_wait_until_there_is_room(tmp_path, room):
     told = []
     log = MetricsLog(tmp_path, 0, tensorboard=False, tell=told.append)
     log.write(0, {"x": 1})
-    with full_disk(room):
+    with file_size(room):
         for step in (1, 2, 3):
             log.write(step, {"x": 1.5})
         whole = lines(tmp_path)
@@ -43,7 +30,7 @@ def test_lines_wait_until_there_is_room(tmp_path, room):
 def test_the_run_stops_where_it_shall(tmp_path):
     log = MetricsLog(tmp_path, 0, tensorboard=False)
     log.write(0, {"x": 1})
-    with full_disk(25):
+    with file_size(25):
         message = refused(log.write, 1, {"x": 1})
     assert "the log cannot be written" in message and "is the disk full?" in message
     assert [line["step"] for line in lines(tmp_path)] == [0]
@@ -68,7 +55,7 @@ def test_later_and_half_written_lines_go(tmp_path, tail):
 
 def test_nothing_is_rewritten_where_nothing_goes(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
-    with full_disk(0):
+    with file_size(0):
         MetricsLog(tmp_path, 2, tensorboard=False)
         assert "metrics.jsonl: cannot be written" in refused(MetricsLog, tmp_path, 1, tensorboard=False)
     assert lines(tmp_path) == [{"step": 0}, {"step": 1}]

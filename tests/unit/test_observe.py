@@ -1,22 +1,25 @@
 """What a run tells of itself: operations and their peak, profiles, the end of memory, the planner beside it, wandb."""
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
+from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
 from megamem.bench import prefix
 from megamem.cli.planned import planning
-from megamem.config.load import dump_config, load_config
+from megamem.config.load import config_yaml, load_config
 from megamem.config.schema import PlannedConfig
 from megamem.errors import RankError
 from megamem.layout.packing import RowShape
@@ -29,12 +32,14 @@ from megamem.platform.peaks import peak_tflops
 from megamem.train.doctor import observing
 from megamem.train.draws import DrawnModel, DrawRows
 from megamem.train.interrupt import Interrupts
+from megamem.train.journal import Journal
 from megamem.train.memory import memory_watched
 from megamem.train.phases import Phases
 from megamem.train.profile import StepProfile
 from megamem.train.step import learn_from_rollouts, make_updates
 from megamem.train.wandb_log import WandbLog
 from tests.dist.harness import build, tiny_config, tiny_model
+from tests.helpers import file_size, refused
 
 torch.set_num_threads(1)
 ALONE = Ranks(0, 1, 0, None, "single process")
@@ -179,7 +184,8 @@ def test_the_end_of_memory_is_told_in_two_lines(model, tmp_path, groups, action)
 )
 def test_settings_are_those_of_the_phase(model, tmp_path, groups, phase, named):
     config = tiny_config(model, tmp_path, "stream.layers=true", "observe.memory_snapshot=true")
-    dump_config(config.model_copy(update={"planned": PlannedConfig(peak_gib=12.5)}), tmp_path / "config.yaml")
+    planned = config.model_copy(update={"planned": PlannedConfig(peak_gib=12.5)})
+    (tmp_path / "config.yaml").write_text(config_yaml(planned))
     message = ended(config, groups, phase, exhaust_device)
     assert named in message and f"out of memory in {phase or 'start'}" in message and "12.50 GiB planned" in message
     if groups.device.is_cpu:
@@ -249,9 +255,10 @@ def test_what_is_planned_is_the_run_s_own(model, tmp_path):
 
 
 def test_no_planner_unless_it_is_wanted(model, tmp_path):
+    before = psutil.Process().children()  # of multiprocessing, where other tests ran in this process
     for asked, ranks in (("false", ALONE), ("true", Ranks(1, 2, 1, None, "test"))):
         with planning(tiny_config(model, tmp_path, f"observe.plan={asked}"), ranks, os.environ) as planned:
-            assert planned() is None and not psutil.Process().children()
+            assert planned() is None and psutil.Process().children() == before
 
 
 def test_a_planner_that_fails_says_so(model, tmp_path):
@@ -263,8 +270,27 @@ def test_a_planner_that_fails_says_so(model, tmp_path):
 def test_a_configuration_keeps_what_was_planned(model, tmp_path):
     planned = PlannedConfig(peak_gib=1.5, stage=1, parts_gib={"parameters": 0.5})
     config = tiny_config(model, tmp_path).model_copy(update={"planned": planned})
-    dump_config(config, tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_text(config_yaml(config))
     assert load_config(tmp_path / "config.yaml", ["train.steps=7"]).planned == planned
+
+
+# --- files of the run folder -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("choice", ["stop", "continue"])
+@pytest.mark.parametrize("name", ["config.yaml", "status.json"])
+def test_a_run_folder_without_room(model, tmp_path, groups, name, choice):
+    """It ends the run or is told, as train.on_save_error says, and the old file stays."""
+    config = tiny_config(model, tmp_path, f"train.on_save_error={choice}", "tensorboard=false")
+    run = SimpleNamespace(prepared=SimpleNamespace(config=config), groups=groups, finished=3)
+    told = io.StringIO()
+    start = partial(Journal, run, Console(file=told, width=400), 0)
+    write = start if name == "config.yaml" else partial(start().state, "running")
+    (tmp_path / name).write_text("old")
+    with file_size(5):
+        message = refused(write) if choice == "stop" else (write(), told.getvalue())[1]
+    assert f"{tmp_path / name}: cannot be written (File too large)" in message
+    assert (tmp_path / name).read_text() == "old"
 
 
 # --- wandb -----------------------------------------------------------------------------------------------------------
