@@ -157,7 +157,7 @@ def bench_stream(
     vocab: Annotated[int, typer.Option(min=1)] = 32000,
     attention: Annotated[str, typer.Option(help="full, causal or block:N")] = "full",
     chunk_tokens: Annotated[int, typer.Option(min=1)] = 256,
-    head_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    head_tokens: Annotated[int, typer.Option(min=1)] = 384,
     variants: Annotated[str, typer.Option(help="a comma-separated list; default: all")] = "",
     repeats: Annotated[int, typer.Option(min=1, help="timed rounds; the median is told")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
@@ -258,6 +258,9 @@ def plan(
     tokens: Annotated[int | None, typer.Option(min=1, help="of a row; default: train.row_tokens")] = None,
     rows: Annotated[int | None, typer.Option(min=1, help="micro-batches of a step; default: pipeline stages")] = None,
     stage: Annotated[int | None, typer.Option(help="pipeline stage; default: the one that needs most")] = None,
+    prompt: Annotated[
+        int | None, typer.Option(min=1, help="tokens of a prompt that its draws share: row or handle")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Memory of a training step, part by part, and the longest row that fits; needs no weights and no GPU.
@@ -269,7 +272,7 @@ def plan(
     from megamem.plan.planner import table
 
     told = lambda text: sys.stderr.write(f"{text}\n")  # noqa: E731
-    found = plan_run(settings, gpus, gpus_per_node, gpu_memory, host_memory, reserve, tokens, rows, stage, told)
+    found = plan_run(settings, gpus, gpus_per_node, gpu_memory, host_memory, reserve, tokens, rows, stage, prompt, told)
     print(json.dumps(found) if as_json else table(found))
 
 

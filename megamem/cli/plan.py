@@ -1,10 +1,18 @@
 """`megamem plan`: from a configuration and the machines to a plan."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megamem.config.rules import check, model_divisible, optimizer_precision, streams_fit, world_divisible
+from megamem.config.architecture import Architecture
+from megamem.config.rules import (
+    check,
+    model_divisible,
+    optimizer_precision,
+    prefix_is_exact,
+    streams_fit,
+    world_divisible,
+)
 from megamem.config.schema import RunConfig
 from megamem.errors import UserError
 from megamem.plan.planner import Machines, Progress, as_json, make_plan, suggest
@@ -13,6 +21,7 @@ from megamem.plan.units import parse_bytes
 from megamem.stream.layer import StreamOptions
 from megamem.train.prepare import open_model
 from megamem.train.run import DTYPES, attention_name
+from megamem.train.sharing import cheaper, compare_forms
 
 
 def plan_run(
@@ -25,6 +34,7 @@ def plan_run(
     tokens: int | None,
     rows: int | None,
     stage: int | None,
+    prompt: int | None,
     progress: Progress,
 ) -> dict[str, Any]:
     """What `megamem plan` prints; options are named as there.
@@ -50,11 +60,31 @@ def plan_run(
             "train": config.train.model_copy(update={"recompute": "none"}),
         }
     )
-    check(streamed, arch, machines.gpus, (world_divisible, model_divisible, streams_fit, optimizer_precision))
+    rules = (world_divisible, model_divisible, streams_fit, optimizer_precision, prefix_is_exact)
+    if prompt is not None:
+        streamed = streamed.model_copy(update={"prefix": config.prefix.model_copy(update={"share": True})})
+    check(streamed, arch, machines.gpus, rules if prompt else rules[:-1])
     job = Job(arch, DTYPES[config.model.dtype], parallel, attention_name(arch, config.model))
     stream = StreamOptions(s.chunk_tokens, s.head_tokens, s.save)
     tokens = tokens or config.train.row_tokens
     plan = make_plan(job, stream, machines, tokens, rows or parallel.pipeline, stage, progress)
     if gpus is not None:
         plan = replace(plan, suggestion=suggest(job, stream, machines, tokens, rows, progress) or {})
-    return as_json(plan) | {"schedule": "megatron", "configured_schedule": config.pipeline.schedule}
+    found = as_json(plan) | {"schedule": "megatron", "configured_schedule": config.pipeline.schedule}
+    return found if prompt is None else found | {"shared_prompt": shared_prompt(streamed, arch, prompt, found)}
+
+
+def shared_prompt(config: RunConfig, arch: Architecture, prompt: int, found: dict[str, Any]) -> dict[str, Any]:
+    """Both ways to share a prompt of so many tokens, and the one to take: the cheaper one that fits beside parameters,
+    gradients and optimizer."""
+    costs = compare_forms(config, arch, attention_name(arch, config.model), [prompt])
+    parts = found["peak_bytes"]["streamed"]
+    room = found["gpu_memory_bytes"] - found["reserve_bytes"]
+    room -= sum(parts[name] for name in ("parameters", "gradients", "optimizer"))
+    form = cheaper(costs) if costs["handle"].kept_bytes <= room else "row"
+    return {
+        "tokens": prompt,
+        "forms": {name: asdict(cost) for name, cost in costs.items()},
+        "chosen": form,
+        "needs": [] if form == "row" else ["pipeline.schedule=streamed", "stream.layers=true", "stream.window=stage"],
+    }

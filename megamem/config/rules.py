@@ -183,13 +183,17 @@ def prompt_masks_are_kept(config: RunConfig, arch: Architecture, world: int) -> 
         )
 
 
+def keeps_keys(config: RunConfig) -> bool:
+    """Whether rows keep keys and values of all layers of a stage."""
+    return config.pipeline.schedule == "streamed" and config.stream.window == "stage"
+
+
 def prefix_handle_streams(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
     """A prefix handle needs rows that keep their keys and values."""
-    by_unit = config.pipeline.schedule == "streamed" and config.stream.window == "stage"
-    if config.prefix.form == "handle" and not by_unit:
+    if config.prefix.form == "handle" and not keeps_keys(config):
         yield (
             "prefix.form = handle needs pipeline.schedule = streamed and stream.window = stage, where rows keep their "
-            "keys and values; allowed without: row"
+            "keys and values; allowed without: row, auto"
         )
 
 

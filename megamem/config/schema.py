@@ -46,8 +46,10 @@ class TaskConfig(Section):
 
 class PrefixConfig(Section):
     share: bool = Field(False, description="compute a prompt shared by a group once")
-    form: Literal["row", "handle"] = Field(
-        "row", description="row: prompt and draws in one row; handle: the prompt once, draws in rows that see it"
+    form: Literal["auto", "row", "handle"] = Field(
+        "auto",
+        description="row: prompt and draws in one row; handle: the prompt once, draws in rows that see it; auto: "
+        "handle where the schedule allows it and it saves operations",
     )
 
 

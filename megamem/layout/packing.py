@@ -146,6 +146,20 @@ class PackedDraws:
     layout: Layout
     prefix: int | None = None
 
+    @property
+    def start(self) -> int:
+        """The first token that the row runs."""
+        return 0 if self.prefix is None else self.trees[0].prefix
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the row runs, without fillers."""
+        return sum(tree.length for tree in self.trees) - self.start
+
+    def visible_pairs(self) -> int:
+        """(query, key) pairs of tokens that see each other, of the tokens that the row runs."""
+        return self.layout.visible_pairs(self.start, self.start + self.tokens)
+
 
 def pack_draws(units: Sequence[Unit], how: DrawRules, shape: RowShape) -> list[PackedDraws]:
     """Fill rows with draws in their order; a tree grows while its row has room, and is begun again in the next."""

@@ -279,7 +279,26 @@ def table(found: Mapping[str, Any]) -> str:
             "planned under megatron-core's schedule (pipeline.schedule=megatron); the streamed one, with "
             "stream.window=stage, also keeps keys and values of all layers of the rows in flight"
         )
-    return "\n".join(lines + _suggestion_lines(found))
+    return "\n".join(lines + _shared_prompt_lines(found) + _suggestion_lines(found))
+
+
+def _shared_prompt_lines(found: Mapping[str, Any]) -> list[str]:
+    shared = found.get("shared_prompt")
+    if not shared:
+        return []
+    base = shared["forms"]["row"]["operations"]
+    lines = [
+        "",
+        f"{'a shared prompt of ' + format(shared['tokens'], ','):32}{'PFLOP/group':>12}{'ratio':>7}{'rows':>6}",
+    ]
+    lines[-1] += f"{'keys, values GB':>17}"
+    lines += [
+        f"prefix.form={name:20}{cost['operations'] / 1e15:>12.3f}{cost['operations'] / base:>7.2f}{cost['rows']:>6}"
+        f"{_gb(cost['kept_bytes']):>17}"
+        for name, cost in shared["forms"].items()
+    ]
+    needs = f" (needs {' '.join(shared['needs'])})" if shared["needs"] else ""
+    return [*lines, f"chosen: prefix.share=true prefix.form={shared['chosen']}{needs}"]
 
 
 def _suggestion_lines(found: Mapping[str, Any]) -> list[str]:

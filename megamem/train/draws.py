@@ -104,17 +104,12 @@ class DrawRows(Sequence[DrawRow]):
     @property
     def tokens(self) -> int:
         """Tokens that all rows run."""
-        behind = sum(packed.trees[0].prefix for packed in self._packed if packed.prefix is not None)
-        return sum(packed.layout.length for packed in self._packed) - behind
+        return sum(packed.layout.length - packed.start for packed in self._packed)
 
     def model_flops(self, arch: Architecture) -> int:
         """Operations that a forward and backward of all rows need (`models/flops.py`)."""
-        tokens = pairs = 0
-        for packed in self._packed:
-            start = 0 if packed.prefix is None else packed.trees[0].prefix
-            stop = sum(tree.length for tree in packed.trees)
-            tokens += stop - start
-            pairs += packed.layout.visible_pairs(start, stop)
+        tokens = sum(packed.tokens for packed in self._packed)
+        pairs = sum(packed.visible_pairs() for packed in self._packed)
         scored = sum(int(sample.plan.masked_DL.sum()) for sample in self._samples)
         return model_flops(arch, tokens, scored, pairs)
 
@@ -145,7 +140,7 @@ class DrawRows(Sequence[DrawRow]):
         counts_U = torch.tensor([len(target_T) for target_T in targets[1:]], dtype=torch.long)
         to = self._device
         return DrawRow(
-            (ids_S if packed.prefix is None else ids_S[packed.trees[0].prefix :]).to(to),
+            ids_S[packed.start :].to(to),
             RowParams(layout=packed.layout),
             torch.cat(positions).to(to),
             LogProbHead(torch.cat(targets).to(to)),

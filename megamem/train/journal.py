@@ -72,6 +72,7 @@ class Journal:
             "data": g.dp.size,
             "device": str(g.device.torch),
             "objective": config.objective.name,
+            **({"shared prompts": run.share} if run.share != "none" else {}),
             "train prompts": len(run.prompts),
             **{f"prompts {k}": v for k, v in skipped.items() if v},
             "eval prompts": len(eval_prompts),

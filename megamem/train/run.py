@@ -10,6 +10,7 @@ import torch
 from megamem.config.architecture import Architecture
 from megamem.config.schema import ModelConfig, RunConfig, StreamConfig
 from megamem.convert.weights import load_weights
+from megamem.layout.packing import Share
 from megamem.models.build import build_model
 from megamem.models.gpt import DiffusionGPT
 from megamem.models.runner import Runner, StreamedPipeline
@@ -24,7 +25,9 @@ from megamem.train.interrupt import Interrupts
 from megamem.train.optim import build_optimizer, wrap_for_training
 from megamem.train.phases import Phases
 from megamem.train.prepare import Prepared, Prompt, weight_source
+from megamem.train.sharing import choose_share
 
+_PROMPTS_LOOKED_AT = 16  # to choose how prompts are shared
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -43,6 +46,7 @@ class Run:
         reference: runs rows through a stage with the initial weights, where the objective has a KL term to them.
         optimizer: megatron-core's; None without a trainer.
         prompts: training prompts.
+        share: how draws of one prompt share it.
         finished: training steps done.
         skipped: so many of the last ones, in a row, had a loss or gradient that was not finite.
     """
@@ -57,16 +61,16 @@ class Run:
     reference: Runner | None = None
     optimizer: Any = None
     prompts: Sequence[Prompt] = ()
+    share: Share = "none"
     finished: int = 0
     skipped: int = 0
 
     @property
     def drawn_model(self) -> DrawnModel:
         """What rows of draws depend on in the model."""
-        arch, prefix = self.prepared.model.arch, self.prepared.config.prefix
-        share = prefix.form if prefix.share else "none"
+        arch = self.prepared.model.arch
         mask_id = None if arch.attention == "causal" else arch.mask_id
-        return DrawnModel(attention_name(arch, self.prepared.config.model), arch.shifted_logits, mask_id, share)
+        return DrawnModel(attention_name(arch, self.prepared.config.model), arch.shifted_logits, mask_id, self.share)
 
     def decoding(self, step: int, training: bool) -> Decoding:
         """Decoding settings of a training rollout or of an evaluation."""
@@ -178,7 +182,15 @@ def _add_training(run: Run, resume_from: Path | None) -> None:
     ddp = wrap_for_training(run.model, config.parallel, before_reduction)
     run.trainer = replace(run.sampler, model=ddp, poll=run.sampler.poll if gives_up else None)
     run.optimizer = build_optimizer(ddp, config.optimizer, config.parallel)
-    run.prompts, _ = run.prepared.prompts("train", config.rollout.gen_length)
+    add_prompts(run)
     if resume_from is not None:
         load_training(resume_from, run.model, run.optimizer)
         run.finished = read_info(resume_from).step
+
+
+def add_prompts(run: Run) -> None:
+    """Training prompts, and how their draws share them."""
+    config, arch = run.prepared.config, run.prepared.model.arch
+    run.prompts, _ = run.prepared.prompts("train", config.rollout.gen_length)
+    lengths = [len(prompt.ids) for prompt in run.prompts[:_PROMPTS_LOOKED_AT]]
+    run.share = choose_share(config, arch, attention_name(arch, config.model), lengths)

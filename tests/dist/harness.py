@@ -259,7 +259,7 @@ def build(
     from megamem.models.runner import Runner
     from megamem.train.optim import wrap_for_training
     from megamem.train.prepare import prepare
-    from megamem.train.run import attention_name, build_run
+    from megamem.train.run import add_prompts, attention_name, build_run
 
     rules = [rule for rule in RULES if rule is not optimizer_precision]
     prepared = prepare(config, groups.world, rules)
@@ -269,7 +269,7 @@ def build(
         return build_run(prepared, groups, training=True, interrupts=interrupts)
     run = build_run(prepared, groups, training=False)
     run.trainer = Runner(wrap_for_training(run.model, config.parallel), groups, attention_name(prepared.model.arch, config.model))
-    run.prompts, _ = prepared.prompts("train", config.rollout.gen_length)
+    add_prompts(run)
     return run
 
 

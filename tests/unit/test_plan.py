@@ -26,7 +26,7 @@ from megamem.platform.launch import Ranks
 from megamem.platform.memory import LiveStorages
 from megamem.stream.layer import StreamOptions
 from megamem.train.optim import build_optimizer, wrap_for_training
-from tests.helpers import llada_config, refused, shared, write_config
+from tests.helpers import llada_config, qwen_config, refused, shared, write_config
 
 ARCH = Architecture(
     layers=2, hidden=64, ffn=160, heads=4, kv_heads=2, head_dim=16, vocab_rows=500, max_positions=4096,
@@ -184,7 +184,7 @@ def settings(folder, *overrides):
 def run_plan(config, **changes):
     options = dict(
         gpus=None, gpus_per_node=8, gpu_memory="80GB", host_memory="1TB", reserve="4GB", tokens=None, rows=None,
-        stage=None, progress=lambda text: None,
+        stage=None, prompt=None, progress=lambda text: None,
     )  # fmt: skip
     return plan_run(config, **options | changes)
 
@@ -265,10 +265,23 @@ def test_suggestion_takes_more_parallelism_where_less_does_not_fit(by_formula, m
         (("parallel.tensor=4", "parallel.sequence=true", "stream.chunk_tokens=6"), {}, "stream.chunk_tokens"),
         (("model.dtype=float64",), {}, "float64"),
         ((), {"stage": 1}, "--stage"),
+        ((), {"prompt": 40}, "fully bidirectional"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(model, overrides, changes, named):
     assert named in refused(run_plan, settings(model, *overrides), **changes)
+
+
+@pytest.mark.parametrize(
+    ("row_tokens", "memory", "form"), [(64, "80GB", "handle"), (4096, "80GB", "row"), (64, "220kB", "row")]
+)
+def test_a_shared_prompt_takes_the_cheaper_form_that_fits(model, row_tokens, memory, form):
+    write_config(model / "model", qwen_config("sdar", intermediate_size=24, num_hidden_layers=1))
+    small = ("rollout.group=4", "rollout.gen_length=8", "noise.draws=4", f"train.row_tokens={row_tokens}")
+    found = run_plan(settings(model, *small), prompt=40, gpu_memory=memory, reserve="1kB", tokens=64)
+    told = json.loads(json.dumps(found))["shared_prompt"]
+    assert (told["tokens"], told["chosen"], bool(told["needs"])) == (40, form, form == "handle")
+    assert f"prefix.form={form}" in table(found).splitlines()[-1] and "a shared prompt of 40" in table(found)
 
 
 def test_a_learned_table_of_positions_ends(model):
