@@ -220,6 +220,12 @@ def streams_fit(config: RunConfig, arch: Architecture, world: int) -> Iterator[s
         )
 
 
+def chunks_need_partitions(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
+    """A chunk attends in parts that are merged; FlexAttention does a whole row."""
+    if config.model.kernel == "flex" and config.stream.layers:
+        yield "model.kernel = flex and stream.layers = true: chunks need partial attention; allowed: partitioned"
+
+
 def streamed_schedule_streams(config: RunConfig, arch: Architecture, world: int) -> Iterator[str]:
     """The streamed schedule streams, and its settings belong to it."""
     p = config.pipeline
@@ -256,6 +262,7 @@ RULES: tuple[Rule, ...] = (
     prefix_handle_streams,
     one_source_of_rollouts,
     streams_fit,
+    chunks_need_partitions,
     streamed_schedule_streams,
     best_is_evaluated,
 )

@@ -24,6 +24,11 @@ class ModelConfig(Section):
     attention: Literal["native", "prefix_lm"] = Field(
         "native", description="prefix_lm: the prompt does not see the response; a different model, stated by hand"
     )
+    kernel: Literal["partitioned", "flex"] = Field(
+        "partitioned",
+        description="of attention in layers that do not stream; flex: torch's FlexAttention, one compiled kernel for "
+        "deep or ragged trees (training: GPUs only)",
+    )
 
 
 class TokenizerConfig(Section):

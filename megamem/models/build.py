@@ -7,7 +7,8 @@ from torch import Tensor
 
 from megamem.config.architecture import Architecture
 from megamem.models.gpt import DiffusionGPT
-from megamem.models.layers import block_submodules
+from megamem.models.layers import Attend, block_submodules
+from megamem.ops.attention import attend
 from megamem.ops.vocab import VocabShard
 from megamem.platform.groups import Groups
 from megamem.stream.layer import StreamOptions
@@ -71,6 +72,7 @@ def build_model(
     sequence_parallel: bool = False,
     recompute: bool = False,
     stream: StreamOptions | None = None,
+    attend: Attend = attend,
 ) -> DiffusionGPT:
     """This rank's stage, with uninitialised weights, on the groups' device.
 
@@ -79,12 +81,13 @@ def build_model(
         sequence_parallel: split norms and residuals over tensor-parallel ranks by tokens.
         recompute: recompute every layer in the backward.
         stream: run layers and head in chunks of tokens; None: whole rows.
+        attend: attention of whole rows.
     """
     config = transformer_config(arch, groups, dtype, sequence_parallel, recompute)
     vocab = arch.padded_vocab(groups.tp.size)
     model = DiffusionGPT(
         config,
-        block_submodules(arch, arch.layers // groups.pp.size, stream),
+        block_submodules(arch, arch.layers // groups.pp.size, stream, attend),
         vocab_size=vocab,
         max_sequence_length=arch.max_positions,
         pre_process=groups.is_first_stage,

@@ -3,6 +3,8 @@
 Shapes: S packed tokens, B = 1, N query heads and G key/value heads of this tensor-parallel rank, D head dim, H hidden.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -19,9 +21,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from megamem.config.architecture import Architecture
+from megamem.layout.layout import Layout
 from megamem.models.row import RowParams, apply_rope
-from megamem.ops.attention import attend
 from megamem.stream.layer import StreamedTransformerLayer, StreamOptions
+
+# q `[S, N, D]`, k and v `[S, G, D]` after RoPE, and the row's layout -> `[S, N, D]`.
+Attend = Callable[[Tensor, Tensor, Tensor, Layout], Tensor]
 
 
 class RMSNorm(torch.nn.Module):
@@ -44,9 +49,10 @@ class LayoutAttention(MegatronModule):
     megatron-core's `position_ids` never reach RoPE, so RoPE lives here, where the layout is.
     """
 
-    def __init__(self, config: TransformerConfig, rope_theta: float | None, layer_number: int, **_):
+    def __init__(self, config: TransformerConfig, rope_theta: float | None, attend: Attend, layer_number: int, **_):
         super().__init__(config)
         self.rope_theta = rope_theta
+        self.attend = attend
         self.layer_number = layer_number
 
     def forward(
@@ -64,7 +70,7 @@ class LayoutAttention(MegatronModule):
         q, k, v = (x.squeeze(1) for x in (q_SBND, k_SBGD, v_SBGD))
         q, k = self.rotate(q, k, row)
         if row.cache is None:
-            out_SND = attend(q, k, v, row.layout)
+            out_SND = self.attend(q, k, v, row.layout)
         else:
             out_SND = row.cache.attend(self.layer_number, q, k, v)
         return out_SND.flatten(1).unsqueeze(1)
@@ -84,7 +90,7 @@ class CallableSpec(ModuleSpec):
         return build_module(self, *args, **kwargs)
 
 
-def local_layer_spec(arch: Architecture, stream: StreamOptions | None) -> ModuleSpec:
+def local_layer_spec(arch: Architecture, stream: StreamOptions | None, attend: Attend) -> ModuleSpec:
     """A transformer layer from megatron-core's own linears, plain or streamed: runs everywhere."""
     qk_norm = RMSNorm if arch.qk_norm else IdentityOp
     rope_theta = arch.rope_theta if arch.positions == "rope" else None
@@ -98,7 +104,7 @@ def local_layer_spec(arch: Architecture, stream: StreamOptions | None) -> Module
                 params={"attn_mask_type": AttnMaskType.no_mask},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=ColumnParallelLinear,
-                    core_attention=CallableSpec(LayoutAttention, params={"rope_theta": rope_theta}),
+                    core_attention=CallableSpec(LayoutAttention, params={"rope_theta": rope_theta, "attend": attend}),
                     linear_proj=RowParallelLinear,
                     q_layernorm=qk_norm,
                     k_layernorm=qk_norm,
@@ -115,9 +121,9 @@ def local_layer_spec(arch: Architecture, stream: StreamOptions | None) -> Module
 
 
 def block_submodules(
-    arch: Architecture, layers_on_stage: int, stream: StreamOptions | None
+    arch: Architecture, layers_on_stage: int, stream: StreamOptions | None, attend: Attend
 ) -> TransformerBlockSubmodules:
     """The layers of one pipeline stage and the final norm (built on the last stage only)."""
     return TransformerBlockSubmodules(
-        layer_specs=[local_layer_spec(arch, stream)] * layers_on_stage, layer_norm=RMSNorm
+        layer_specs=[local_layer_spec(arch, stream, attend)] * layers_on_stage, layer_norm=RMSNorm
     )

@@ -139,7 +139,11 @@ def kernels(facts: Facts) -> Iterator[Finding]:
     """Which kernels will be used, and what it costs where the fast ones are missing."""
     machine, found = facts.machine, facts.machine.kernels
     if not machine.gpus:
-        yield Finding("ok", "kernels", "CPU reference kernels")
+        if facts.config.model.kernel == "flex":
+            told = "model.kernel = flex: torch trains with FlexAttention on GPUs only; allowed here: partitioned"
+            yield Finding("error", "kernels", told)
+        else:
+            yield Finding("ok", "kernels", "CPU reference kernels")
         return
     for package, problem in found.items():
         if problem:
@@ -161,7 +165,9 @@ def _flash(facts: Facts) -> Iterator[Finding]:
     machine, dtype = facts.machine, facts.config.model.dtype
     head_dim = facts.model.arch.head_dim if facts.model else 0
     slow = "attention goes tile by tile through explicit scores, many times slower"
-    if dtype != "bfloat16":
+    if facts.config.model.kernel == "flex":
+        yield Finding("ok", "kernels", "torch's FlexAttention, compiled at the first row")
+    elif dtype != "bfloat16":
         yield Finding("warning", "kernels", f"model.dtype = {dtype}: {slow}; flash attention serves bfloat16")
     elif head_dim % 8 or head_dim > 256:
         yield Finding("warning", "kernels", f"the model's head_dim = {head_dim}: {slow}; flash: multiples of 8 to 256")

@@ -14,6 +14,8 @@ from megamem.layout.packing import Share
 from megamem.models.build import build_model
 from megamem.models.gpt import DiffusionGPT
 from megamem.models.runner import Runner, StreamedPipeline
+from megamem.ops.attention import attend
+from megamem.ops.flex import flex_attend
 from megamem.platform.groups import Groups, connect_stages
 from megamem.platform.host import check_pinned_memory
 from megamem.rollout.sampler import Decoding
@@ -28,6 +30,7 @@ from megamem.train.prepare import Prepared, Prompt, weight_source
 from megamem.train.sharing import choose_share
 
 _PROMPTS_LOOKED_AT = 16  # to choose how prompts are shared
+KERNELS = {"partitioned": attend, "flex": flex_attend}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -156,6 +159,7 @@ def _build_stage(prepared: Prepared, groups: Groups) -> DiffusionGPT:
         sequence_parallel=config.parallel.sequence,
         recompute=config.train.recompute == "full",
         stream=stream_options(config.stream),
+        attend=KERNELS[config.model.kernel],
     )
 
 

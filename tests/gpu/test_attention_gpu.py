@@ -1,10 +1,11 @@
-"""Attention on a GPU: flash in half precision, score tiles in fp32. Skipped without one."""
+"""Attention on a GPU: flash in half precision, score tiles in fp32, FlexAttention compiled. Skipped without one."""
 
 import pytest
 import torch
 
 from megamem.layout.layout import CAUSAL, block, prefix_lm, rows
 from megamem.ops.attention import attend, naive_attend
+from megamem.ops.flex import flex_attend
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -18,7 +19,8 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_outputs_and_gradients(name, dtype):
+@pytest.mark.parametrize("kernel", [attend, flex_attend])
+def test_outputs_and_gradients(name, dtype, kernel):
     """Error against fp64 at most 1.5 x that of the dense reference in the same precision (FLOOR)."""
     layout, generator = LAYOUTS[name], torch.Generator("cuda").manual_seed(0)
     shapes = [(layout.length, heads, 32) for heads in (4, 2, 2, 4)]
@@ -29,6 +31,6 @@ def test_outputs_and_gradients(name, dtype):
         out = function(q, k, v, layout)
         return [out, *torch.autograd.grad(out, (q, k, v), grad)]
 
-    truth, ours, trusted = run(naive_attend, torch.float64), run(attend, dtype), run(naive_attend, dtype)
+    truth, ours, trusted = run(naive_attend, torch.float64), run(kernel, dtype), run(naive_attend, dtype)
     for t, o, r in zip(truth, ours, trusted, strict=True):
         assert (o.double() - t).norm() <= 1.5 * (r.double() - t).norm()

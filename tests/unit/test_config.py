@@ -189,6 +189,8 @@ BROKEN = [
     ("prefix_is_exact", ["prefix.share=true"], {}, 1, ["prefix.share = true", "bidirectional", "prefix_lm"]),
     ("prompt_masks_are_kept", ["objective.name=diffu_grpo", "noise.estimator=full", "noise.draws=1",
      "model.attention=prefix_lm"], {}, 1, ["objective.prompt_mask = 0.15", "prefix_lm", "allowed: 0"]),
+    ("chunks_need_partitions", ["model.kernel=flex", "stream.layers=true"], {}, 1,
+     ["model.kernel = flex", "stream.layers = true", "partitioned"]),
     ("prefix_handle_streams", ["prefix.form=handle"], {}, 1, ["prefix.form = handle", "streamed", "stage", "row"]),
     ("prefix_handle_streams", ["prefix.form=handle", "stream.layers=true", "pipeline.schedule=streamed",
      "stream.window=layer"], {}, 1, ["prefix.form = handle", "stream.window = stage"]),

@@ -123,6 +123,7 @@ TABLE = [
     ("disk", (), {"free": 1_000_000, "checkpoints": 2}, "ok", ["2 more"]),
     ("disk", (), {"free": 300_000, "checkpoints": 9}, "error", ["1 more", "not one fits"]),
     ("disk", (), {"free": 0, "model": None}, None, []),
+    ("kernels", ("model.kernel=flex",), {}, "error", ["model.kernel = flex", "GPUs only", "partitioned"]),
     ("observing", (), {"installed": without("wandb")}, None, []),
     ("observing", ("observe.wandb=x",), {}, None, []),
     (

@@ -23,7 +23,6 @@ from megamem.config.load import config_yaml, load_config
 from megamem.config.schema import PlannedConfig
 from megamem.errors import RankError
 from megamem.layout.packing import RowShape
-from megamem.models import layers
 from megamem.ops.attention import naive_attend
 from megamem.platform.child import environment_alone
 from megamem.platform.launch import Ranks
@@ -53,12 +52,13 @@ def model(tmp_path_factory):
 # --- operations ------------------------------------------------------------------------------------------------------
 
 
-def test_operations_are_those_that_torch_counts(model, tmp_path, groups, monkeypatch):
+def test_operations_are_those_that_torch_counts(model, tmp_path, groups):
     """A plain model with the reference's attention, one sequence in a row: all pairs of it see each other. The backward
     is twice the forward by definition."""
     run = build(tiny_config(model, tmp_path, "train.row_tokens=1"), groups)
     (update,) = make_updates(run, learn_from_rollouts(run, 0), 0)
-    monkeypatch.setattr(layers, "attend", naive_attend)
+    for layer in run.model.decoder.layers:
+        layer.self_attention.core_attention.attend = naive_attend
     with FlopCounterMode(display=False) as counter:
         run.sampler.forward(update.rows)
     assert len(update.rows) > 4
