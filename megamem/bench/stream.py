@@ -44,7 +44,7 @@ class Sizes:
     heads: int = 8
     vocab: int = 32000
     chunk_tokens: int = 256
-    head_tokens: int = 384
+    head_tokens: int = 256
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ def variants(sizes: Sizes) -> dict[str, Variant]:
     """Every variant, in the order of the table.
 
     `streamed_attention` is for speed: its chunks have four times the tokens. With inputs in host memory the head would
-    be the peak: it gets a third of the rows.
+    be the peak: it gets half of the rows.
     """
     stream = StreamOptions(sizes.chunk_tokens, sizes.head_tokens)
     fast = StreamOptions(4 * sizes.chunk_tokens, sizes.head_tokens, "input+attention")
-    small = StreamOptions(sizes.chunk_tokens, -(-sizes.head_tokens // 3), offload="cpu")
+    small = StreamOptions(sizes.chunk_tokens, -(-sizes.head_tokens // 2), offload="cpu")
     return {
         "plain": Variant(),
         "recompute": Variant(recompute=True),

@@ -157,7 +157,7 @@ def bench_stream(
     vocab: Annotated[int, typer.Option(min=1)] = 32000,
     attention: Annotated[str, typer.Option(help="full, causal or block:N")] = "full",
     chunk_tokens: Annotated[int, typer.Option(min=1)] = 256,
-    head_tokens: Annotated[int, typer.Option(min=1)] = 384,
+    head_tokens: Annotated[int, typer.Option(min=1)] = 256,
     variants: Annotated[str, typer.Option(help="a comma-separated list; default: all")] = "",
     repeats: Annotated[int, typer.Option(min=1, help="timed rounds; the median is told")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,

@@ -1,6 +1,6 @@
 """megatron-core on a machine without CUDA.
 
-What megatron-core assumes of CUDA falls into four kinds (DESIGN section 2); each symbol below has one function here.
+What megatron-core assumes of CUDA falls into five kinds (DESIGN section 2); each symbol below has one function here.
 Every patch is idempotent, keeps the original under `__wrapped__`, and is refused where a GPU is present, so that no
 GPU run ever sees them.
 """
@@ -72,6 +72,18 @@ def _supply_adam_step(original: Callable) -> Callable:
     return set_states
 
 
+# Kind 5: apex's kernel that adds a weight gradient to its buffer.
+class _WeightGradients:
+    """`fused_weight_gradient_mlp_cuda` for the CPU: `total += dy^T x` without a temporary, where dtypes agree."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(x_TI: torch.Tensor, dy_TO: torch.Tensor, total_OI: torch.Tensor) -> None:
+        if total_OI.dtype == dy_TO.dtype:
+            total_OI.addmm_(dy_TO.t(), x_TI)
+        else:
+            total_OI.add_(dy_TO.t() @ x_TI)
+
+
 def _patch(owner: Any, name: str, factory: Callable[[Callable], Callable]) -> None:
     original = getattr(owner, name)
     if getattr(original, "_megamem", False):
@@ -97,14 +109,24 @@ def install() -> None:
         ("set_rng_state", _set_rng_state),
     ):
         _patch(torch.cuda, name, factory)
+    from megatron.core.tensor_parallel import layers as mcore_layers
     from megatron.core.tensor_parallel import random as mcore_random
 
+    mcore_layers.fused_weight_gradient_mlp_cuda = _WeightGradients
+    mcore_layers._grad_accum_fusion_available = True
     _patch(mcore_random, "_get_cuda_rng_state", _get_rng_state)
     _patch(mcore_random, "_set_cuda_rng_state", _set_rng_state)
     patch_adam_step()
     if not _MODE:
         _MODE.append(_CudaMeansCpu())
         _MODE[0].__enter__()
+
+
+def adds_weight_gradients() -> bool:
+    """Whether linear layers can add their weight gradient to its buffer (on a GPU: with apex's extension)."""
+    from megatron.core.tensor_parallel import layers
+
+    return layers._grad_accum_fusion_available
 
 
 def patch_adam_step() -> None:

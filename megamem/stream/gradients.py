@@ -22,10 +22,14 @@ class GradientSums:
         grads: Sequence[Tensor],
         inputs: Sequence[Tensor],
         parameters: Sequence[nn.Parameter],
+        added: Sequence[nn.Parameter] = (),
     ) -> tuple[Tensor, ...]:
         """Gradients of `inputs`; those of `parameters` are added to the sums, each as soon as it exists.
 
         (All weight gradients of a chunk together would outweigh its activations.)
+
+        Args:
+            added: more parameters, whose linear layers add to `main_grad` themselves (`adding_weights`).
         """
 
         def absorb(parameter: nn.Parameter) -> Callable[[Tensor], Tensor]:
@@ -36,9 +40,13 @@ class GradientSums:
             return hook
 
         handles = [parameter.register_hook(absorb(parameter)) for parameter in parameters]
+        for parameter in added:  # megatron-core makes a dummy gradient, as large as the weight, for one with this mark
+            del parameter.grad_added_to_main_grad
         try:
             return torch.autograd.grad(outputs, [*inputs, *parameters], grads)[: len(inputs)]
         finally:
+            for parameter in added:
+                parameter.grad_added_to_main_grad = False
             for handle in handles:
                 handle.remove()
 
@@ -105,6 +113,12 @@ class _HandOut(torch.autograd.Function):
     @staticmethod
     def backward(ctx, _):
         return None, None, *[ctx.sums.hand_out(p) for p in ctx.parameters]
+
+
+def adding_weights(modules: Iterable[nn.Module | None]) -> list[nn.Parameter]:
+    """Weights of megatron-core's linear layers that add their gradient to `main_grad` in their backward."""
+    linears = [m for module in modules if module is not None for m in module.modules()]
+    return [m.weight for m in linears if getattr(m, "gradient_accumulation_fusion", False) and m.weight.requires_grad]
 
 
 def expect_plain_gradients(output: Tensor, parameters: Iterable[nn.Parameter]) -> Tensor:

@@ -49,7 +49,7 @@ from megamem.layout.layout import Layout
 from megamem.ops.attention import attention_backward, attention_forward, key_gradients
 from megamem.ops.attention_plan import Plan, keys_seen, plan_attention
 from megamem.platform.host import to_device, to_host
-from megamem.stream.gradients import GradientSums, expect_plain_gradients
+from megamem.stream.gradients import GradientSums, adding_weights, expect_plain_gradients
 
 # Queries of one attention call, where a unit has chunks enough. Torch's CPU kernel goes through them 64 at a time below
 # 768 and 256 at a time from there on.
@@ -153,8 +153,8 @@ class LayerSteps:
         self.blocks = [query_blocks(unit, self.idle, most) for unit in self.units]
         attention = layer.self_attention
         first = (layer.input_layernorm, attention.linear_qkv, attention.q_layernorm, attention.k_layernorm)
-        self.projection_parameters = _parameters(first)
-        self.tail_parameters = _parameters((attention.linear_proj, layer.pre_mlp_layernorm, layer.mlp))
+        self.projection = _parameters(first)
+        self.tail = _parameters((attention.linear_proj, layer.pre_mlp_layernorm, layer.mlp))
 
     # The whole row, layer by layer.
 
@@ -229,7 +229,7 @@ class LayerSteps:
             x_CBH, qkv = graph or self._project_with_graph(x_UBH[part], i)
             grads = (dq_UND[self._rows(unit, range(i, i + 1))], row.dk_SGD[span], row.dv_SGD[span])
             grads = [g.to(t.dtype) for g, t in zip(grads, qkv, strict=True)]
-            dx_UBH[part] += gradients.backward(qkv, grads, (x_CBH,), self.projection_parameters)[0]
+            dx_UBH[part] += gradients.backward(qkv, grads, (x_CBH,), *self.projection)[0]
             del x_CBH, qkv, grads
 
     def _phase_a(
@@ -254,7 +254,7 @@ class LayerSteps:
                 leaf_CND = out_BND[self._rows_of(block, i)].detach().requires_grad_()
                 y_CBH = self._finish(x_CBH, leaf_CND)
             inputs = (x_CBH, leaf_CND)
-            dx_UBH[part], dout_CND = gradients.backward((y_CBH,), (dy_UBH[part],), inputs, self.tail_parameters)
+            dx_UBH[part], dout_CND = gradients.backward((y_CBH,), (dy_UBH[part],), inputs, *self.tail)
             del y_CBH
             douts.append(dout_CND)
         dout_BND = torch.cat(douts) if len(douts) > 1 else dout_CND
@@ -372,5 +372,9 @@ def _residual(x: Tensor, output_with_bias: tuple[Tensor, Tensor | None]) -> Tens
     return x + output if bias is None else x + (output + bias)
 
 
-def _parameters(modules: Sequence[nn.Module | None]) -> list[nn.Parameter]:
-    return [p for module in modules if module is not None for p in module.parameters() if p.requires_grad]
+def _parameters(modules: Sequence[nn.Module | None]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Trained parameters whose gradients arrive as tensors, and those whose layers add them up themselves."""
+    added = adding_weights(modules)
+    theirs = set(added)
+    every = (p for module in modules if module is not None for p in module.parameters())
+    return [p for p in every if p.requires_grad and p not in theirs], added

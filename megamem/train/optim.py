@@ -8,9 +8,11 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import nn
 
 from megamem.config.schema import OptimizerConfig, ParallelConfig
+from megamem.platform.mcore_cpu import adds_weight_gradients
 
 _NO_CLIP = 1e30  # megatron-core reports the gradient norm only where it clips
 
@@ -33,6 +35,10 @@ def wrap_for_training(
         ),
         model,
     )
+    if not fp64 and adds_weight_gradients():  # only now there are buffers to add to; megatron-core knows fp32 and below
+        for module in model.modules():
+            if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+                module.gradient_accumulation_fusion = True
     # Streamed and plain layers hand out their gradients in different orders. Buckets leave in that order, which has to
     # be one on all ranks, so with overlap no row may take the plain path.
     model.stream_short_rows = parallel.overlap_grad_reduce
