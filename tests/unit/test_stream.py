@@ -268,6 +268,31 @@ def test_micro_batches_add_up(groups, name, order, buffers):
     assert [row.params.grid is None for row in several] == [i == 0 for i in order]  # the streamed model ran last
 
 
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+@pytest.mark.parametrize("name", ["gqa", "tied_head", "everything"])
+@pytest.mark.parametrize("stream", [None, StreamOptions(8, 3)], ids=["plain", "streamed"])
+def test_linear_layers_add_to_the_buffers_themselves(groups, name, order, stream, monkeypatch):
+    """In fp32 megatron-core's linear layers do, and say so by a mark on the weight. Rows that stream and one that does
+    not, in any order: no further from fp64 than gradients that arrive as tensors."""
+    layouts = [rows([1, 1]), LAYOUTS["causal"], LAYOUTS["block"]]
+
+    def run(dtype, stream, fused=False):
+        monkeypatch.setattr("megamem.train.optim.adds_weight_gradients", lambda: fused)
+        model = build(groups, ARCHITECTURES[name], stream, torch.float32).to(dtype)  # one rounding of the weights
+        model.config.params_dtype = dtype
+        several = [make_row(groups, layouts[i], ("all", "some", "one")[i], seed=i) for i in order]
+        gradients = buffer_gradients(model, groups, several)[1]
+        linears = [m for m in model.modules() if hasattr(m, "gradient_accumulation_fusion")]
+        assert linears and all(m.gradient_accumulation_fusion == fused for m in linears)
+        return gradients
+
+    truth, trusted, found = run(torch.float64, None), run(torch.float32, None), run(torch.float32, stream, fused=True)
+    scale = {n: g.square().mean().sqrt() for n, g in truth.items()}
+    assert all(s > 0 for s in scale.values())
+    ours, theirs, exact = (torch.cat([(g[n] / s).flatten() for n, s in scale.items()]) for g in (found, trusted, truth))
+    assert_floor(ours.float(), theirs.float(), exact, "all gradients")
+
+
 @pytest.mark.parametrize("layers", [1, 3])
 def test_short_rows_take_the_plain_path(groups, layers, monkeypatch):
     """Tokens x layers of a stage within one chunk: all layers' activations are no more than a chunk's of one."""
