@@ -1,5 +1,7 @@
 """The three tolerances of this repository (DESIGN section 7). A test uses nothing else without a reason beside it."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -27,3 +29,17 @@ def assert_floor(actual: Tensor, trusted: Tensor, truth: Tensor, what: str = "",
     assert actual.dtype == trusted.dtype, (what, actual.dtype, trusted.dtype)
     ours, theirs = ((x.detach().double() - truth).square().mean().sqrt().item() for x in (actual, trusted))
     assert ours <= k * theirs, f"{what}: error {ours:.3g}, trusted path {theirs:.3g}, allowed {k} times that"
+
+
+def assert_floor_together(
+    actual: Mapping[str, Tensor], trusted: Mapping[str, Tensor], truth: Mapping[str, Tensor], k: float = FLOOR
+) -> None:
+    """The same of many tensors at once, each by the truth's root mean square: small ones are off by chance."""
+    assert actual.keys() == trusted.keys() == truth.keys()
+    scale = {name: value.square().mean().sqrt() for name, value in truth.items()}
+    assert all(value > 0 for value in scale.values())
+    ours, theirs, exact = (
+        torch.cat([(side[name].double() / value).flatten() for name, value in scale.items()])
+        for side in (actual, trusted, truth)
+    )
+    assert_floor(ours, theirs, exact, "all together", k)

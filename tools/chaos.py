@@ -237,14 +237,15 @@ def requeue(job: Job, arguments: list[str], run: Path, moment: Moment, before: i
     wait_for(Moment(1, 0.0), run, len(logged(run)), partial(_has_left, number))
     subprocess.run(["scancel", "--full", number], check=True)
     while not _has_left(number):
-        time.sleep(0.5)
+        pass
     return "requeued, cancelled"
 
 
 def _has_left(job: str) -> bool:
-    """Whether a Slurm job is no longer queued or running."""
+    """Whether a Slurm job is no longer queued or running; waits, so that Slurm is not asked all the time."""
+    time.sleep(0.5)
     asked = subprocess.run(["squeue", "-h", "-j", job], capture_output=True, text=True, check=False)
-    return not asked.stdout.strip()
+    return not asked.stdout.strip() and (asked.returncode == 0 or "Invalid job id" in asked.stderr)
 
 
 # --- comparison ----------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """`megamem COMMAND …`: parses, checks, starts process groups, runs.
 
-A `UserError` is printed without a traceback, once per job, and ends with status 2.
+A `UserError` is printed without a traceback, once per job (by `train`, before its groups form, once per node), and ends
+with status 2.
 """
 
 import json
@@ -46,9 +47,9 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     from megamem.train.prepare import prepare
 
     ranks = discover_ranks(os.environ)
-    settings, console = load_config(config, overrides or ()), _console()
     with _told_by_every_node(ranks):
-        prepared = prepare(settings, ranks.world)
+        prepared = prepare(load_config(config, overrides or ()), ranks.world)
+    settings, console = prepared.config, _console()
     for warning in examine(prepared, ranks, os.environ):
         console.print(str(warning), markup=False)
     with (

@@ -53,20 +53,18 @@ def plan_run(
     )
     if machines.usable <= 0:
         raise UserError(f"--reserve = {reserve!r} leaves nothing of --gpu-memory = {gpu_memory!r}; allowed: less")
-    arch = open_model(Path(config.model.path)).arch
+    arch, tokens = open_model(Path(config.model.path)).arch, tokens or config.train.row_tokens
     streamed = config.model_copy(
         update={
             "stream": s.model_copy(update={"layers": True}),
-            "train": config.train.model_copy(update={"recompute": "none"}),
+            "train": config.train.model_copy(update={"recompute": "none", "row_tokens": tokens}),
+            "prefix": config.prefix.model_copy(update={"share": prompt is not None}),
         }
     )
     rules = (world_divisible, model_divisible, streams_fit, optimizer_precision, prefix_is_exact)
-    if prompt is not None:
-        streamed = streamed.model_copy(update={"prefix": config.prefix.model_copy(update={"share": True})})
-    check(streamed, arch, machines.gpus, rules if prompt else rules[:-1])
+    check(streamed, arch, machines.gpus, rules)
     job = Job(arch, DTYPES[config.model.dtype], parallel, attention_name(arch, config.model))
     stream = StreamOptions(s.chunk_tokens, s.head_tokens, s.save)
-    tokens = tokens or config.train.row_tokens
     plan = make_plan(job, stream, machines, tokens, rows or parallel.pipeline, stage, progress)
     if gpus is not None:
         plan = replace(plan, suggestion=suggest(job, stream, machines, tokens, rows, progress) or {})
@@ -75,12 +73,10 @@ def plan_run(
 
 
 def shared_prompt(config: RunConfig, arch: Architecture, prompt: int, found: dict[str, Any]) -> dict[str, Any]:
-    """Both ways to share a prompt of so many tokens, and the one to take: the cheaper one that fits beside parameters,
-    gradients and optimizer."""
+    """Both ways to share a prompt of so many tokens, and the one to take: the cheaper one, if its keys and values fit
+    beside a streamed step."""
     costs = compare_forms(config, arch, attention_name(arch, config.model), [prompt])
-    parts = found["peak_bytes"]["streamed"]
-    room = found["gpu_memory_bytes"] - found["reserve_bytes"]
-    room -= sum(parts[name] for name in ("parameters", "gradients", "optimizer"))
+    room = found["gpu_memory_bytes"] - found["reserve_bytes"] - found["peak_bytes"]["streamed"]["total"]
     form = cheaper(costs) if costs["handle"].kept_bytes <= room else "row"
     return {
         "tokens": prompt,

@@ -54,7 +54,7 @@ class PrefixConfig(Section):
     form: Literal["auto", "row", "handle"] = Field(
         "auto",
         description="row: prompt and draws in one row; handle: the prompt once, draws in rows that see it; auto: "
-        "handle where the schedule allows it and it saves operations",
+        "handle where the schedule allows it and it saves operations (what fits: megamem plan --prompt)",
     )
 
 

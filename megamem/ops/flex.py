@@ -13,11 +13,13 @@ from collections.abc import Callable
 from functools import cache, lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from megamem.layout.layout import Kind, Layout
 
+_TILE = 128  # tokens of a side
 _KINDS = {kind: number for number, kind in enumerate(Kind, 1)}  # 0: no edge
 TokenPredicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -32,15 +34,30 @@ def flex_attend(q_SND: Tensor, k_SGD: Tensor, v_SGD: Tensor, layout: Layout) -> 
 
 @cache
 def _compiled() -> Callable[..., Tensor]:
-    return torch.compile(flex_attention, dynamic=True)  # rows differ in length
+    # Rows differ in length. Without `fullgraph`, too many recompilations would end in dense scores without a word.
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)  # rows in flight; the next step's are others
 def tiles(layout: Layout, device: torch.device) -> BlockMask:
-    """Which tiles of a row's scores have visible pairs, and which have nothing else."""
-    size = layout.length
-    # Compiled, no [S, S] exists on the way.
-    return create_block_mask(sees(layout, device), None, None, size, size, device, _compile=device.type != "cpu")
+    """Which tiles of a row's scores have visible pairs, and which have nothing else; a row of tiles at a time."""
+    size, predicate = layout.length, sees(layout, device)
+    count = -(-size // _TILE)
+    key_S, zero = torch.arange(size, device=device), torch.zeros((), dtype=torch.long, device=device)
+    pairs_RC = torch.empty(count, count, dtype=torch.long, device=device)
+    for row in range(count):
+        query_T = key_S[row * _TILE : (row + 1) * _TILE]
+        visible_TS = predicate(zero, zero, query_T[:, None], key_S[None, :])
+        pairs_RC[row] = F.pad(visible_TS, (0, count * _TILE - size)).view(len(query_T), count, _TILE).sum((0, 2))
+    whole_RC = pairs_RC == _TILE**2
+    part, whole = _ordered((pairs_RC > 0) & ~whole_RC), _ordered(whole_RC)
+    return BlockMask.from_kv_blocks(*part, *whole, BLOCK_SIZE=_TILE, mask_mod=predicate, seq_lengths=(size, size))
+
+
+def _ordered(chosen_RC: Tensor) -> tuple[Tensor, Tensor]:
+    """How many columns of every row are chosen, and the columns with those first; int32, behind batch and head."""
+    column_RC = chosen_RC.int().argsort(dim=-1, descending=True, stable=True)
+    return chosen_RC.sum(-1).int()[None, None], column_RC.int()[None, None]
 
 
 def sees(layout: Layout, device: torch.device) -> TokenPredicate:

@@ -1,8 +1,8 @@
 """megatron-core on a machine without CUDA.
 
 What megatron-core assumes of CUDA falls into five kinds (DESIGN section 2); each symbol below has one function here.
-Every patch is idempotent, keeps the original under `__wrapped__`, and is refused where a GPU is present, so that no
-GPU run ever sees them.
+Every patch is idempotent, keeps the original under `__wrapped__` where there is one, and is refused where a GPU is
+present, so that no GPU run ever sees them.
 """
 
 from collections.abc import Callable
@@ -126,7 +126,7 @@ def adds_weight_gradients() -> bool:
     """Whether linear layers can add their weight gradient to its buffer (on a GPU: with apex's extension)."""
     from megatron.core.tensor_parallel import layers
 
-    return layers._grad_accum_fusion_available
+    return getattr(layers, "_grad_accum_fusion_available", False)
 
 
 def patch_adam_step() -> None:

@@ -165,7 +165,10 @@ def _flash(facts: Facts) -> Iterator[Finding]:
     machine, dtype = facts.machine, facts.config.model.dtype
     head_dim = facts.model.arch.head_dim if facts.model else 0
     slow = "attention goes tile by tile through explicit scores, many times slower"
-    if facts.config.model.kernel == "flex":
+    if facts.config.model.kernel == "flex" and facts.model and head_dim < 16:
+        told = f"model.kernel = flex: the model's head_dim = {head_dim}; allowed: 16 and above, or partitioned"
+        yield Finding("error", "kernels", told)
+    elif facts.config.model.kernel == "flex":
         yield Finding("ok", "kernels", "torch's FlexAttention, compiled at the first row")
     elif dtype != "bfloat16":
         yield Finding("warning", "kernels", f"model.dtype = {dtype}: {slow}; flash attention serves bfloat16")

@@ -27,8 +27,8 @@ class Sharing:
     Attributes:
         operations: of forward and backward of all groups, every response token scored.
         rows: of them.
-        kept_bytes: keys and values of a pipeline stage's layers, with their gradients, of the row under way and of the
-            prompt that waits for it, on one rank at most.
+        kept_bytes: keys and values of a pipeline stage's layers, with their gradients, of as many rows as there are
+            stages and of the prompt that waits for them, on one rank.
     """
 
     operations: int
@@ -43,7 +43,8 @@ def compare_forms(config: RunConfig, arch: Architecture, attention: str, prompts
         attention: how a sequence attends (a name of `layout.packing.SEQUENCE_LAYOUTS`).
         prompts: their lengths in tokens. Responses are taken at their full length.
     """
-    members, response = config.rollout.group, config.rollout.gen_length
+    # Reference answers come one to a prompt.
+    members, response = 1 if config.objective.name == "sft" else config.rollout.group, config.rollout.gen_length
     units = [
         Unit(group, group * members + member, prompt, response)
         for group, prompt in enumerate(prompts)
@@ -57,7 +58,7 @@ def compare_forms(config: RunConfig, arch: Architecture, attention: str, prompts
     for form in ("row", "handle"):
         packed = pack_draws(units, draws(attention, arch.shifted_logits, form), shape)
         tokens, pairs = sum(row.tokens for row in packed), sum(row.visible_pairs() for row in packed)
-        kept = _kept_tokens(packed) * _bytes_per_token(config, arch)
+        kept = _kept_tokens(packed, config.parallel.pipeline) * _bytes_per_token(config, arch)
         found[form] = Sharing(model_flops(arch, tokens, scored, pairs), len(packed), kept)
     return found
 
@@ -65,7 +66,8 @@ def compare_forms(config: RunConfig, arch: Architecture, attention: str, prompts
 def choose_share(config: RunConfig, arch: Architecture, attention: str, prompts: Sequence[int]) -> Share:
     """How a run shares prompts of these lengths: as it was told, or what costs less where `prefix.form` is auto.
 
-    A handle runs only where rows keep their keys and values (`config/rules.py`).
+    A handle runs only where rows keep their keys and values (`config/rules.py`). What fits is not looked at: that is
+    `megamem plan --prompt`.
     """
     if not config.prefix.share:
         return "none"
@@ -81,12 +83,13 @@ def cheaper(costs: Mapping[Form, Sharing]) -> Form:
     return "handle" if costs["handle"].operations < _WORTH * costs["row"].operations else "row"
 
 
-def _kept_tokens(packed: Sequence[PackedDraws]) -> int:
-    """A row behind a handle has a copy of its keys and values."""
-    return max(row.layout.length + (0 if row.prefix is None else row.trees[0].prefix) for row in packed)
+def _kept_tokens(packed: Sequence[PackedDraws], stages: int) -> int:
+    """The first of P stages has P rows under way before one comes back; behind a handle each has a copy of its keys."""
+    waiting = max(row.start for row in packed)
+    return waiting + min(stages, len(packed)) * max(row.layout.length for row in packed)
 
 
 def _bytes_per_token(config: RunConfig, arch: Architecture) -> int:
     layers = -(-arch.layers // config.parallel.pipeline)
     size = getattr(torch, config.model.dtype).itemsize + torch.float32.itemsize  # gradients add up in at least fp32
-    return layers * 2 * (arch.kv_heads // config.parallel.tensor) * arch.head_dim * size
+    return layers * 2 * max(1, arch.kv_heads // config.parallel.tensor) * arch.head_dim * size

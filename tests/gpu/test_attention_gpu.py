@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megamem.layout.layout import CAUSAL, block, prefix_lm, rows
+from megamem.layout.trees import Branch, Tree, tree_layout
 from megamem.ops.attention import attend, naive_attend
 from megamem.ops.flex import flex_attend
 
@@ -14,6 +15,8 @@ LAYOUTS = {
     "causal": rows([65, 33], CAUSAL),
     "block": rows([50, 20], block(8)),
     "prefix": prefix_lm([(31, 12), (8, 3)]),
+    "tree": tree_layout([Tree(200, (Branch(70), Branch(301), Branch(5)))], CAUSAL),
+    "noisy copies": tree_layout([Tree(160, (Branch(61, 3), Branch(40, 2)))], block(8)),
 }
 
 

@@ -8,7 +8,8 @@ import torch
 from torch.nn.attention import flex_attention as torchs
 
 from megamem.layout.dense import dense_mask
-from megamem.layout.layout import own_block, rows
+from megamem.layout.layout import CAUSAL, own_block, rows
+from megamem.layout.trees import Branch, Tree, tree_layout
 from megamem.ops.attention import naive_attend
 from megamem.ops.flex import flex_attend, sees, tiles
 from tests.helpers import random_layout, value_and_gradients
@@ -48,7 +49,16 @@ def test_output_and_gradients(monkeypatch, layout, heads, groups):
     assert_algebra(*(torch.cat([x.flatten() for x in side[1:]]) for side in (found, expected)), "dq, dk, dv")
 
 
-def test_tiles_without_pairs_are_left_out():
-    """Two sequences of 256: half of the tiles of 128 see nothing."""
-    mask = tiles(rows([256, 256]), CPU)
-    assert mask.sparsity() == 50.0 and tiles(rows([256, 256]), CPU) is mask
+@pytest.mark.parametrize(
+    "layout",
+    [rows([256, 256]), rows([300, 90, 1], CAUSAL), tree_layout([Tree(200, (Branch(70), Branch(300)))], CAUSAL)],
+    ids=["equal", "odd", "tree"],
+)
+def test_tiles_are_those_of_torch(layout):
+    size = layout.length
+    expected = torchs.create_block_mask(sees(layout, CPU), None, None, size, size, CPU)
+    found = tiles(layout, CPU)
+    assert torch.equal(found.to_dense(), expected.to_dense()) and found.sparsity() == expected.sparsity()
+    for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert tiles(layout, CPU) is found and 0 < found.sparsity() < 100

@@ -273,12 +273,12 @@ def test_what_cannot_be_planned_is_refused(model, overrides, changes, named):
 
 
 @pytest.mark.parametrize(
-    ("row_tokens", "memory", "form"), [(64, "80GB", "handle"), (4096, "80GB", "row"), (64, "220kB", "row")]
+    ("row_tokens", "memory", "form"), [(64, "80GB", "handle"), (4096, "80GB", "row"), (64, "400kB", "row")]
 )
 def test_a_shared_prompt_takes_the_cheaper_form_that_fits(model, row_tokens, memory, form):
     write_config(model / "model", qwen_config("sdar", intermediate_size=24, num_hidden_layers=1))
-    small = ("rollout.group=4", "rollout.gen_length=8", "noise.draws=4", f"train.row_tokens={row_tokens}")
-    found = run_plan(settings(model, *small), prompt=40, gpu_memory=memory, reserve="1kB", tokens=64)
+    small = ("rollout.group=4", "rollout.gen_length=8", "noise.draws=4")
+    found = run_plan(settings(model, *small), prompt=40, gpu_memory=memory, reserve="1kB", tokens=row_tokens)
     told = json.loads(json.dumps(found))["shared_prompt"]
     assert (told["tokens"], told["chosen"], bool(told["needs"])) == (40, form, form == "handle")
     assert f"prefix.form={form}" in table(found).splitlines()[-1] and "a shared prompt of 40" in table(found)

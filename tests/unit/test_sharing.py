@@ -5,7 +5,9 @@ import torch
 
 from megamem.config.load import parse
 from megamem.diffusion.noise import NoisePlan
+from megamem.layout.dense import dense_mask
 from megamem.layout.packing import RowShape
+from megamem.models.flops import model_flops
 from megamem.train.draws import DrawnModel, DrawRows, Sample
 from megamem.train.sharing import Sharing, cheaper, choose_share, compare_forms
 from tests.unit.test_stream import architecture
@@ -38,9 +40,19 @@ def rows(settings, attention, prompts, share):
 def test_operations_are_those_of_the_rows_that_run(attention, prompts):
     settings, arch = config(), architecture()
     found = compare_forms(settings, arch, attention, prompts)
+    scored = len(prompts) * settings.rollout.group * settings.noise.draws * settings.rollout.gen_length
     for form in ("row", "handle"):
-        built = rows(settings, attention, prompts, form)
-        assert (found[form].operations, found[form].rows) == (built.model_flops(arch), len(built))
+        built = list(rows(settings, attention, prompts, form))
+        tokens = sum(len(row.ids_S) for row in built)  # no row has fillers here
+        pairs = sum(int(dense_mask(row.params.layout)[-len(row.ids_S) :].sum()) for row in built)
+        assert (found[form].operations, found[form].rows) == (model_flops(arch, tokens, scored, pairs), len(built))
+
+
+def test_reference_answers_come_one_to_a_prompt():
+    sft = config("objective.name=sft", "rollout.group=1")
+    assert compare_forms(config("objective.name=sft"), architecture(), "block:4", [9]) == compare_forms(
+        sft, architecture(), "block:4", [9]
+    )
 
 
 def test_a_handle_is_cheaper_once_a_group_takes_several_rows():
@@ -56,7 +68,7 @@ def test_kept_bytes_are_keys_values_and_their_gradients():
     with 3 copies (56), …; behind a handle all but the prompt, of which such a row has a copy."""
     arch = architecture().model_copy(update={"layers": 4})
     per_token = arch.layers * 2 * arch.kv_heads * arch.head_dim * (4 + 4)
-    for size, kept in ((60, {"row": 56, "handle": 24 + 24 + 56}), (10**4, {"row": 144, "handle": 24 + 144})):
+    for size, kept in ((60, {"row": 56, "handle": 24 + 80}), (10**4, {"row": 144, "handle": 24 + 144})):
         costs = compare_forms(config(f"train.row_tokens={size}"), arch, "block:4", [24])
         assert {form: cost.kept_bytes for form, cost in costs.items()} == {f: n * per_token for f, n in kept.items()}
     half = compare_forms(config("train.row_tokens=10000", "model.dtype=bfloat16"), arch, "block:4", [24])
@@ -64,7 +76,10 @@ def test_kept_bytes_are_keys_values_and_their_gradients():
     split = compare_forms(
         config("train.row_tokens=10000", "parallel.tensor=2", "parallel.pipeline=2"), arch, "block:4", [24]
     )
-    assert split["row"].kept_bytes == 144 * per_token // 4
+    assert split["row"].kept_bytes == 144 * per_token // 4  # one row, although two stages have room for two
+    assert split["handle"].kept_bytes == (24 + 2 * 144) * per_token // 4
+    shared = compare_forms(config("train.row_tokens=10000", "parallel.tensor=4"), arch, "block:4", [24])
+    assert shared["row"].kept_bytes == 144 * per_token // arch.kv_heads  # ranks that share a head have it each
 
 
 def test_hardly_fewer_operations_are_not_worth_the_bytes():

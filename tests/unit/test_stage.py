@@ -17,7 +17,7 @@ from megamem.models.stage import cut_row
 from megamem.platform.groups import StageLinks
 from megamem.stream.layer import StreamOptions
 from megamem.train.optim import wrap_for_training
-from tests.tol import assert_algebra, assert_exact
+from tests.tol import assert_algebra, assert_exact, assert_floor_together
 from tests.unit.test_stream import (
     ARCHITECTURES,
     LAYOUTS,
@@ -57,6 +57,24 @@ def assert_equals_plain(groups, arch, several, options, *args, **kwargs):
             assert_algebra(ours, logp_T, f"log-probs of row {i}")
     for name, value in expected.items():
         assert_algebra(found[name], value, name)
+
+
+@each_window
+@each_linear
+def test_linear_layers_add_to_the_buffers_themselves(groups, window, linear):
+    """In fp32; no further from fp64 than plain gradients."""
+    arch, names = ARCHITECTURES["everything"], ("causal", "full", "block")
+
+    def rows_and_model(dtype, stream=None):
+        model = build(groups, arch, stream, torch.float32).to(dtype)
+        model.config.params_dtype = dtype
+        return model, [make_row(groups, LAYOUTS[name], "all", seed=i) for i, name in enumerate(names)]
+
+    truth, trusted = (plain_gradients(*rows_and_model(dtype))[1] for dtype in (torch.float64, torch.float32))
+    model, several = rows_and_model(torch.float32, StreamOptions(5, 4))
+    found = run_streamed(model, groups, several, window, linear)[1]
+    assert model.decoder.layers[0].mlp.linear_fc1.gradient_accumulation_fusion
+    assert_floor_together(found, trusted, truth)
 
 
 def every_layout(groups) -> list[Row]:
@@ -117,7 +135,7 @@ def test_units_of_rows(groups):
 
 
 def test_every_parameter_fires_once(groups):
-    """Once per micro-batch, after its sum is complete."""
+    """Once per micro-batch."""
     model = build(groups, ARCHITECTURES["tied_head"], StreamOptions(5, 4))
     fired = dict.fromkeys(stage_parameters(model), 0)
     for name, parameter in stage_parameters(model).items():
