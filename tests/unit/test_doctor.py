@@ -169,7 +169,7 @@ KERNELS = [
         HALF, replace(HOPPER, kernels={"Transformer Engine": "OSError: undefined symbol", "apex": ""}),
         [("warning", "Transformer Engine is installed but cannot be imported (OSError: und"), ("ok", ""), ("ok", "")],
     ),
-    ((*HALF, "model.kernel=flex"), HOPPER, [("ok", "Adam"), ("ok", "FlexAttention")]),
+    ((*HALF, "model.kernel=flex"), HOPPER, [("ok", "Adam"), ("error", "model.kernel = flex: the model's head_dim = 8")]),
     ((), HOPPER, [("ok", "Adam"), ("warning", "model.dtype = float32: attention goes tile by tile")]),
     (HALF, replace(HOPPER, has_flash=False), [("ok", "Adam"), ("error", "torch 2.13.0+cpu; needed")]),
     (HALF, replace(HOPPER, capability=(7, 5)), [("ok", "Adam"), ("error", "compute capability 7.5")]),
@@ -188,6 +188,9 @@ def test_head_dims_without_a_flash_kernel(tiny):
     arch = facts.model.arch.model_copy(update={"head_dim": 20})
     found = list(doctor.kernels(replace(facts, model=replace(facts.model, arch=arch))))
     assert found[-1].level == "warning" and "head_dim = 20" in found[-1].text
+    flexible = pretend(tiny, *HALF, "model.kernel=flex", machine=HOPPER)
+    found = list(doctor.kernels(replace(flexible, model=replace(facts.model, arch=arch))))
+    assert found[-1].level == "ok" and "FlexAttention" in found[-1].text
 
 
 @pytest.mark.parametrize(
