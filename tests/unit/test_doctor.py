@@ -169,7 +169,7 @@ KERNELS = [
         HALF, replace(HOPPER, kernels={"Transformer Engine": "OSError: undefined symbol", "apex": ""}),
         [("warning", "Transformer Engine is installed but cannot be imported (OSError: und"), ("ok", ""), ("ok", "")],
     ),
-    ((*HALF, "model.kernel=flex"), HOPPER, [("ok", "Adam"), ("error", "model.kernel = flex: the model's head_dim = 8")]),
+    ((*HALF, "model.kernel=flex"), HOPPER, [("ok", "Adam"), ("error", "flex: the model's head_dim = 8")]),
     ((), HOPPER, [("ok", "Adam"), ("warning", "model.dtype = float32: attention goes tile by tile")]),
     (HALF, replace(HOPPER, has_flash=False), [("ok", "Adam"), ("error", "torch 2.13.0+cpu; needed")]),
     (HALF, replace(HOPPER, capability=(7, 5)), [("ok", "Adam"), ("error", "compute capability 7.5")]),
